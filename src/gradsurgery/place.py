@@ -1,0 +1,114 @@
+"""A place that is operated on: which value of which module, the live operator, and how often it ran."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .address import Where
+from .errors import OperatorError
+from .operators.values import holds_floating, map_at, map_floating
+
+__all__ = ["Graft", "Place"]
+
+
+class Place:
+    """One operator at one place of one module.
+
+    An operator with parameters, buffers or children of its own is a child of the module, so that ``.to()``,
+    ``.train()`` and ``state_dict()`` reach it; any other is held here alone and leaves no trace in the module tree.
+
+    Args:
+        where: the place inside the module.
+        operator: the operator itself, or None where it is the child ``child``.
+        child: the name of that child.
+        hops: how many ``nn.Sequential`` lie between the module that was named and the one that was operated on.
+    """
+
+    def __init__(self, where: Where, operator: nn.Module | None, child: str | None, hops: int) -> None:
+        self.where = where
+        self.child = child
+        self.hops = hops
+        self.runs = 0
+        self._operator = operator
+
+    def operator(self, module: nn.Module) -> nn.Module:
+        """The live operator; ``module`` is the one that is operated on."""
+        if self.child is None:
+            assert self._operator is not None
+            return self._operator
+        return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
+
+    def with_operator(self, operator: nn.Module | None) -> "Place":
+        """The same place with another operator object, not yet run."""
+        return Place(self.where, operator, self.child, self.hops)
+
+    def run(self, module: nn.Module, value: Any) -> Any:
+        """Operate on every floating tensor of a value, or of the element of it that the place names."""
+        if self.where.kind == "op" and _holds_no_tensor(value):
+            return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
+        call = self._call(module)
+        if isinstance(value, Tensor) and not self.where.element:
+            if not (value.is_floating_point() or value.is_complex()):
+                raise OperatorError(self._nothing_floating(value))
+            return call(value)
+        if self.where.element:
+            return map_at(value, self.where.element, lambda part: self._each(call, part))
+        return self._each(call, value)
+
+    def run_received(self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Operate on what a module receives: every floating tensor, or the argument that the place names."""
+        call = self._call(module)
+        args, kwargs = received
+        if not self.where.element:
+            args, kwargs = self._each(call, (args, kwargs))
+            return args, kwargs
+        key, rest = self.where.element[0], self.where.element[1:]
+        path = (0 if isinstance(key, int) else 1, key, *rest)
+        return map_at((args, kwargs), path, lambda part: self._each(call, part))
+
+    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        operator = self.operator(module)
+        # forward, not __call__: a tracer would look for an operator that is no child of anything.
+        return operator.forward if self.child is None else operator
+
+    def _each(self, call: Callable[[Any], Any], value: Any) -> Any:
+        if not holds_floating(value):
+            raise OperatorError(self._nothing_floating(value))
+        return call(value) if self.child is None else map_floating(call, value)
+
+    def _nothing_floating(self, value: Any) -> str:
+        what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
+        return (
+            f"the {self.where.kind} {self.where.text('')!r} was to be operated on, but it is {what}, which holds no "
+            "floating-point or complex tensor and so has no gradient. Choose a place that does."
+        )
+
+
+class Graft:
+    """The places of one module, and what it takes to undo them. Never changed: an edit makes a new one.
+
+    That it is replaced, not changed, keeps shallow copies of the module (``copy.copy``, data-parallel replicas) right.
+
+    Args:
+        places: in the order of insertion.
+        before: the class of the module before it was first operated on.
+        patched: the ``forward`` that stood in the instance's own ``__dict__``, if one did.
+    """
+
+    def __init__(self, places: Iterable[Place], before: type, patched: Callable[..., Any] | None) -> None:
+        self.places = tuple(places)
+        self.before = before
+        self.patched = patched
+
+    @property
+    def children(self) -> frozenset[str]:
+        """The names of the children that are operators."""
+        return frozenset(place.child for place in self.places if place.child is not None)
+
+
+def _holds_no_tensor(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and not holds_floating(value)
