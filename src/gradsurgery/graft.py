@@ -32,7 +32,7 @@ from .capture.rewrite import OpEdit, rewrite
 from .errors import SurgeryError
 from .place import Graft, Place
 
-__all__ = ["graft_of", "regraft", "user_class", "without"]
+__all__ = ["graft_of", "is_plain", "regraft", "user_class", "without"]
 
 Form = tuple[Where, str | None, type[nn.Module]]
 """What the code of a generated class depends on, for one place: where, the child's name, the operator's class."""
@@ -69,10 +69,13 @@ def regraft(module: nn.Module, places: Iterable[Place]) -> None:
         graft = Graft(places, old.before, old.patched)
     if graft.places:
         _dress(module, graft)
-        module.__dict__["_gs_graft"] = graft
     elif old is not None:
         _undress(module, old)
-        del module.__dict__["_gs_graft"]
+    for name in [name for name in module.__dict__ if name.startswith("_gs_")]:
+        del module.__dict__[name]
+    if graft.places:
+        module.__dict__["_gs_graft"] = graft
+        module.__dict__.update(dict.fromkeys(_live_names(graft), 0.0))
 
 
 class without:  # noqa: N801 - a context manager, used like a function
@@ -230,18 +233,42 @@ def _method(k: int) -> str:
 
 
 class _Live:
-    """An attribute of the operator at one place, read through the module: TorchScript takes it as the module's own.
+    """The coefficient of the operator at one place, read through the module: TorchScript takes it as the module's own.
 
-    Not a ``property``, which TorchScript would try to compile.
+    TorchScript finds attributes in the instance's ``__dict__`` and reads them with ``getattr``, which asks a descriptor
+    that has ``__set__`` first. So a stand-in in the ``__dict__`` gives the name, and this gives the live value. Not a
+    ``property``, which TorchScript would try to compile.
     """
 
-    def __init__(self, k: int, attribute: str) -> None:
-        self.k, self.attribute = k, attribute
+    def __init__(self, k: int, coefficient: str) -> None:
+        self.k, self.coefficient = k, coefficient
 
     def __get__(self, module: nn.Module | None, cls: type) -> Any:
-        if module is None:
-            return self
-        return getattr(module.__dict__["_gs_graft"].places[self.k].operator(module), self.attribute)
+        return self if module is None else getattr(self._operator(module), self.coefficient)
+
+    def __set__(self, module: nn.Module, value: float) -> None:
+        setattr(self._operator(module), self.coefficient, value)
+
+    def _operator(self, module: nn.Module) -> nn.Module:
+        return module.__dict__["_gs_graft"].places[self.k].operator(module)  # type: ignore[no-any-return]
+
+
+def _live_names(graft: Graft) -> list[str]:
+    plain = [(k, place._operator) for k, place in enumerate(graft.places) if place.child is None]
+    return [f"_gs_{k}_{name}" for k, operator in plain if (name := _SCRIPTED[type(operator)][0])]
+
+
+_SCRIPTED: dict[type[nn.Module], tuple[str, str]] = {
+    operators.GradientReversal: ("lambd", "reverse_gradient(x, self.{0})"),
+    operators.ScaleGradient: ("scale", "scale_gradient(x, self.{0})"),
+    operators.StopGradient: ("", "stop_gradient(x)"),
+}
+"""The coefficient of each operator that is no child of its module, and what TorchScript compiles in its place."""
+
+
+def is_plain(operator: nn.Module) -> bool:
+    """Whether an operator is a coefficient at most, so that it need not be a child of the module it operates on."""
+    return type(operator) in _SCRIPTED
 
 
 def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
@@ -251,9 +278,10 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
     if child is not None:
         scripted = f"self.{child}(x)"
     else:
-        recipe: operators.Recipe = operator.scripted  # type: ignore[attr-defined]
-        body = {f"_gs_{k}_{name}": _Live(k, name) for name in recipe.reads}
-        scripted = recipe.expression.format(**{name: f"self._gs_{k}_{name}" for name in recipe.reads})
+        coefficient, scripted = _SCRIPTED[operator]
+        scripted = scripted.format(f"_gs_{k}_{coefficient}")
+        if coefficient:
+            body[f"_gs_{k}_{coefficient}"] = _Live(k, coefficient)
     run = "run_received" if where.kind == "input" and whole else "run"
     source = (
         f"def {_method(k)}(self, x: Tensor) -> Tensor:\n"

@@ -6,25 +6,42 @@ a data set. A twin copies modules and the containers that hold them, and shares 
 
 import functools
 import types
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ._torch import is_fsdp2
+from .errors import SurgeryError
 from .place import Graft
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def twin(root: M) -> M:
-    """A second model that shares every parameter and buffer of the first, and none of its module objects."""
+def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
+    """A second model that shares every parameter and buffer of the first, and none of its module objects.
+
+    Returns:
+        The twin, and the twin of each module by the ``id`` of the module.
+
+    Raises:
+        SurgeryError: where the model is sharded, so that its state belongs to one set of modules.
+    """
+    if any(is_fsdp2(module) for module in root.modules()):
+        raise SurgeryError(
+            "inplace=False was asked for a model that fully_shard has sharded, whose modules cannot be had twice. "
+            "Leave inplace=False off: gs.remove undoes exactly."
+        )
     copies: dict[int, Any] = {}
     _register(root, copies)
     for original, copy in [pair for pair in copies.values() if pair[0] is not pair[1]]:
         copy.__dict__.update({name: _remap(value, copies) for name, value in original.__dict__.items()})
         # It compiles the call of the original, and nn.Module leaves it out of its own copies too.
         copy.__dict__["_compiled_call_impl"] = None
-    return copies[id(root)][1]  # type: ignore[no-any-return]
+        if isinstance(copy, torch.fx.GraphModule):
+            copy.graph = deepcopy(original.graph)  # also gives the twin a forward of its own
+    return copies[id(root)][1], {key: copy for key, (_, copy) in copies.items()}
 
 
 def _register(module: nn.Module, copies: dict[int, Any]) -> None:
@@ -78,6 +95,7 @@ def _remap(value: Any, copies: dict[int, Any]) -> Any:
         return again
     if type(value) is list or type(value) is set:
         return type(value)(_remap(item, copies) for item in value)
-    if type(value) is tuple:
-        return tuple(_remap(item, copies) for item in value)
+    if isinstance(value, tuple):
+        items = [_remap(item, copies) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items) if type(value) is tuple else value
     return value

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import GRAPH_MODULE_STATE, is_fsdp2, wrapped_attribute
+from ._torch import is_fsdp2, wrapped_attribute
 from .errors import SurgeryError
 
-__all__ = ["bare", "owns_parameters", "walk"]
+__all__ = ["HOLDER", "bare", "child", "owns_parameters", "walk"]
+
+HOLDER = "gradsurgery"
+"""The child of a ``GraphModule`` that holds the operators of its graph."""
 
 
 def bare(model: Any) -> nn.Module:
@@ -66,7 +69,7 @@ def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tupl
 def _operators_of(module: nn.Module) -> frozenset[str]:
     graft = module.__dict__.get("_gs_graft")
     names = graft.children if graft is not None else frozenset()
-    return names | {GRAPH_MODULE_STATE} if GRAPH_MODULE_STATE in module._modules else names
+    return names | {HOLDER} if isinstance(module, torch.fx.GraphModule) else names
 
 
 def _refuse(model: Any) -> None:
