@@ -78,7 +78,7 @@ def is_checkpointed(node: Any, outer: Any) -> bool:
     if "CheckpointFunction" in type(node).__name__:
         return True
     holder = getattr(checkpoint, "_Holder", ())
-    for name in _saved_names(type(node)):
+    for name in _saved_names(node.__class__):
         saved = getattr(node, name)
         for one in saved if isinstance(saved, tuple) else (saved,):
             if isinstance(getattr(one, "data", None), holder) and (outer is None or one.unpack_hook is not outer[1]):

@@ -74,6 +74,11 @@ def _overwritten(carrier: Tensor, value: Tensor) -> Tensor:
     Overlapping memory becomes dense here: no aten op writes to it and keeps a gradient for each element.
     ``torch.jit.trace`` would bake the strides as constants and fail on another size, so it gets those of ``carrier``.
     """
+    if value.is_sparse:
+        raise OperatorError(
+            "An operator was asked to act on a sparse COO tensor under a tool that records single ops. "
+            "Its values cannot be overwritten outside of autograd there. Call .to_dense() first, or run in eager."
+        )
     flat = value.layout == torch.strided and not value.is_nested and not torch.jit.is_tracing()
     if flat and carrier.stride() != value.stride() and not _overlaps(list(value.size()), list(value.stride())):
         carrier = value.new_empty_strided(value.size(), value.stride()).copy_(carrier)
@@ -164,8 +169,9 @@ def _refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: 
 # --- the dispatch -----------------------------------------------------------------------------------------------------
 
 
-def _has_flat_memory(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_nested
+def _takes_functions(x: Tensor) -> bool:
+    """Every layout does but the older nested tensor, whose shape a Function asks for and fails."""
+    return not (x.is_nested and x.layout is torch.strided)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -178,7 +184,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
         if not torch.is_grad_enabled():
             # Not x itself: used later with gradients on, it would pass the gradient unscaled.
             return x.detach()
-        if _has_flat_memory(x):
+        if _takes_functions(x):
             return _Scaled.apply(x, factor)
     elif torch.onnx.is_in_onnx_export():
         # A graph for inference: the older exporter would drop the overwriting and keep the product.
@@ -212,7 +218,7 @@ def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
         )
     value = value.detach().to(x.dtype)
     if not is_observed():
-        if _has_flat_memory(x):
+        if _takes_functions(x):
             return _Replaced.apply(x, value)
     elif torch.onnx.is_in_onnx_export():
         return value
