@@ -20,18 +20,26 @@ def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[s
 
     The graph mirrors the signature of ``forward`` where fx can write it. fx cannot splat, so a forward with ``*args``,
     ``**kwargs`` or keyword-only parameters is mirrored whole: what was given and what was not stay different, which
-    decorated forwards look at. For the same reason the signature is that of the outermost wrapper, as it is called.
+    decorated forwards look at. For the same reason the parameters are those of the code that is called, not those that
+    ``inspect.signature`` reports for the function inside of its decorators.
 
     Args:
         forward: the function to keep, ``self`` first.
         inputs: methods that what is received passes through, in order.
         outputs: methods that the value passes through, in order.
     """
-    parameters = list(inspect.signature(forward, follow_wrapped=False).parameters.values())
-    mirrored = bool(parameters) and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if mirrored and (not inputs or len(parameters) == 2):
-        return _mirror(parameters, forward, inputs, outputs)
+    names = _plain_parameters(forward)
+    if names and (not inputs or len(names) == 2):
+        return _mirror(names, forward, inputs, outputs)
     return _splat(inputs, outputs)
+
+
+def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a function, or none where one of them is ``*args``, ``**kwargs`` or keyword-only."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return ()
+    return code.co_varnames[: code.co_argcount]  # type: ignore[no-any-return]
 
 
 def is_mirrored(graph: torch.fx.Graph) -> bool:
@@ -40,15 +48,17 @@ def is_mirrored(graph: torch.fx.Graph) -> bool:
 
 
 def _mirror(
-    parameters: Sequence[inspect.Parameter], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+    names: Sequence[str], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> torch.fx.Graph:
     graph = torch.fx.Graph()
     annotations = getattr(forward, "__annotations__", {})
-    module, *received = (
+    module = graph.placeholder("self")  # fx adds a parameter of that name where the first is called something else
+    required = len(names) - len(forward.__defaults__ or ())  # type: ignore[attr-defined]
+    received = [
         # The default is a stand-in: define() gives the function the very objects of the original.
-        graph.placeholder(p.name, annotations.get(p.name), inspect.Signature.empty if p.default is p.empty else None)
-        for p in parameters
-    )
+        graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
+        for k, name in enumerate(names[1:], 1)
+    ]
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
     value = graph.call_method(KEPT, (module, *received))
