@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Step:
 
 def hub_answers() -> bool:
     """Ask once and briefly: the hub's own client would retry for most of a minute on a machine without a network."""
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return False
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         with urllib.request.urlopen(endpoint, timeout=3):
@@ -70,7 +73,7 @@ def backbone(name: str) -> nn.Module:
     except Exception as error:
         torch.manual_seed(0)
         model = timm.create_model(name, pretrained=False)
-        why = f"could not be loaded ({type(error).__name__})" if reachable else "are not here and the hub is out of reach"
+        why = f"could not be loaded ({type(error).__name__})" if reachable else "are not here, nor is the hub in reach"
         print(f"{name}: random weights, since the pretrained ones {why}")
     return model.train()
 
@@ -84,7 +87,7 @@ def photographs(model: nn.Module) -> Tensor:
     prepare = create_transform(**resolve_model_data_config(model), is_training=False)
     samples = load_sample_images()
     batch = torch.stack([prepare(Image.fromarray(image)) for image in samples.images])
-    names = ", ".join(os.path.basename(name) for name in samples.filenames)
+    names = ", ".join(Path(name).name for name in samples.filenames)
     print(f"photographs: {names} as {tuple(batch.shape)}")
     return batch
 
