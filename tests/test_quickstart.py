@@ -10,7 +10,8 @@ from torch import nn
 
 import gradsurgery as gs
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "quickstart.py"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "quickstart.py"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -22,6 +23,7 @@ def test_main_job_passes_without_a_word_on_stderr() -> None:
     done = subprocess.run([sys.executable, "-W", "error", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "As promised" in done.stdout
+    assert (ROOT / "README.md").read_text().split("```text\n")[1].split("```")[0] in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [(), ("--at", "layer3.0.bn1", "--lambd", "0.3"), ("--lambd", "0")])

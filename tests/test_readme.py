@@ -15,6 +15,7 @@ import gradsurgery as gs
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+PRINTED = re.findall(r"^```text\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 ONE_LINERS = re.findall(r"^\| [^|]+ \| `((?:gs|twin|print)\b.*)` \|$", README, flags=re.MULTILINE)
 
 
@@ -38,13 +39,18 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_hub", "process_group")
-def test_python_blocks_run_in_order() -> None:
+def test_python_blocks_run_in_order_and_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(BLOCKS) >= 6
     namespace: dict[str, Any] = {}
     for block in BLOCKS:
         line = README[: README.index(block)].count("\n")
         # Blank lines in front, so that a traceback gives the line of the README.
         exec(compile("\n" * line + block, "README.md", "exec"), namespace)
+    _of_the_main_job, *printed = PRINTED
+    assert printed
+    out = capsys.readouterr().out
+    for text in printed:
+        assert text in out
 
 
 @pytest.mark.parametrize("code", ONE_LINERS)
