@@ -4,6 +4,7 @@ Modules that a trace has dissolved into ops are found through ``nn_module_stack`
 every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -104,17 +105,20 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
     """Put an operator into the graph, after those that are at its place already."""
     module, where = target.module, target.where
     assert isinstance(module, GraphModule)
-    place = Place(where, operator, inner=target.inner)
-    holder = module._modules.setdefault(HOLDER, nn.Module())
-    assert holder is not None
-    stem = re.sub(r"\W", "_", where.text(target.inner)).strip("_") or "root"
-    name = next(n for n in (stem, *(f"{stem}_{k}" for k in range(1, 10**6))) if n not in holder._modules)
     anchors = list(_anchors(module.graph, target))
     if not anchors:
         raise CaptureError(
             f"nothing is left of {target.address!r} in this graph: no value of its own passes there. "
             "Choose a module that computes something."
         )
+    place = Place(where, operator, inner=target.inner)
+    if HOLDER not in module._modules:
+        module.add_module(HOLDER, nn.Module())
+    holder = module.get_submodule(HOLDER)
+    stem = re.sub(r"\W+", "_", where.text(target.inner)).strip("_") or "root"
+    numbered = (f"{stem}_{k}" if k else stem for k in itertools.count())
+    name = next(name for name in numbered if name not in holder._modules)
+    holder.add_module(name, NodePlace(place, operator, strict=len(anchors) == 1))
     for value, users in anchors:
         after = value if value.op in _VALUES else _last_placeholder(module.graph)
         with module.graph.inserting_after(after):
@@ -125,7 +129,6 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
             node.meta["nn_module_stack"] = stacked.meta["nn_module_stack"]
         for user in users:
             user.replace_input_with(value, node)
-    holder.add_module(name, NodePlace(place, operator, strict=len(anchors) == 1))
     module.graph.lint()
     module.recompile()
     return place
