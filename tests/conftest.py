@@ -1,6 +1,8 @@
 """What every test needs before torch is imported."""
 
 import os
+import warnings
+from collections.abc import Iterator
 
 # Bit comparisons need one thread: with two, torch's own backward differs from run to run in the last bit.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,3 +24,11 @@ settings.load_profile("gradsurgery")
 def seed() -> None:
     """Each test draws the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def scripting() -> Iterator[None]:
+    """Let torch announce that TorchScript is deprecated, as it also does at its own first use of forward mode AD."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.*deprecated", category=FutureWarning)
+        yield

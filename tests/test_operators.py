@@ -372,7 +372,7 @@ def test_other_layouts(layout, make, operate, factor):
     if layout == "sparse":
         assert torch.equal(y.to_dense(), x.to_dense())
         torch.sparse.sum(y).backward()
-        assert torch.equal(x.grad.to_dense(), torch.full((3, 3), factor))
+        assert torch.equal(x.grad.to_dense(), torch.eye(3) * factor)
     else:
         assert torch.equal(y.values(), x.values())
         y.values().sum().backward()
@@ -425,9 +425,7 @@ def test_a_default_device_mode():
     assert y.device.type == "cpu" and three == 3 and torch.equal(x.grad, torch.full((2,), -0.5))
 
 
-# torch's own first use of forward mode scripts its decompositions
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning")
-def test_forward_mode():
+def test_forward_mode(scripting):
     with forward_ad.dual_level():
         x = forward_ad.make_dual(torch.tensor([2.0]), torch.tensor([3.0]))
         assert forward_ad.unpack_dual(reverse_gradient(x, 0.5)).tangent.item() == -1.5

@@ -9,6 +9,7 @@ raises on a view and is silently wrong on an alias. The copy has the very stride
 included, since a convolution chooses its kernel by them, and another kernel gives other bits.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,8 @@ def stopped_by_formula(x: Tensor) -> Tensor:
 
 def replaced_by_formula(x: Tensor, value: Tensor) -> Tensor:
     """The value of ``value`` and the gradient of ``x``."""
-    # copy_ would broadcast a smaller value in silence.
-    if value.size() != x.size():
+    # copy_ would broadcast a smaller value in silence; outside of TorchScript the caller has looked.
+    if torch.jit.is_scripting() and value.size() != x.size():
         raise OperatorError("straight_through asks of fn a tensor of the shape it is given; fn returned another shape.")
     return _overwritten(x.clone(), value.detach().to(x.dtype))
 
@@ -155,12 +156,22 @@ class _Mapped(Function):
         return new, None
 
 
+def _shape_of(x: Tensor) -> tuple[int, ...]:
+    if not torch.jit.is_tracing():
+        return tuple(x.shape)
+    with warnings.catch_warnings():
+        # In a trace sizes are tensors, and reading one is announced as a possible mistake.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return tuple(int(length) for length in x.shape)
+
+
 def _refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
-    if isinstance(got, Tensor) and got.shape == given.shape:
+    asked = _shape_of(given)
+    if isinstance(got, Tensor) and _shape_of(got) == asked:
         return
-    there = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
+    there = f"a tensor of shape {_shape_of(got)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
     raise OperatorError(
-        f"{asker} asks of fn a tensor of the shape it is given, here {tuple(given.shape)}. "
+        f"{asker} asks of fn a tensor of the shape it is given, here {asked}. "
         f"fn={name_of(fn)} returned {there}. "
         "Give an fn that keeps the shape; frozen_transform accepts one that changes it."
     )

@@ -36,10 +36,10 @@ def map_tensors(operate: Operate, value: Any) -> Any:
 
 
 def _map(operate: Operate, value: Any) -> Any:
-    if isinstance(value, Tensor) or has_torch_function_unary(value):
-        return operate(value)
     if value is None or isinstance(value, PLAIN):
         return value
+    if isinstance(value, Tensor) or has_torch_function_unary(value):
+        return operate(value)
     kind = type(value)
     if kind is tuple or kind is list:
         return _rebuilt(operate, value, value, kind)
