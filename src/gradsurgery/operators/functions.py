@@ -166,7 +166,7 @@ def frozen_transform(x: Value, fn: Callable[..., Any]) -> Any:
     Args:
         x: a tensor or a nested value, as for ``straight_through``.
         fn: an ``nn.Module``; or a function, whose modules are found where it is a bound method of one, or holds them in
-            a ``functools.partial`` or a closure. The shape may change, and any type may be returned.
+            a ``functools.partial`` or a closure. The shape may change, and the result may be nested.
 
     Raises:
         OperatorError: ``fn`` cannot be called; or in eager, parameters would get a gradient all the same: they are read
@@ -187,7 +187,7 @@ def detached_transform(x: Value, fn: Callable[..., Any]) -> Any:
 
     Args:
         x: a tensor or a nested value, as for ``straight_through``.
-        fn: a function of one tensor; the shape may change and any type may be returned. It may work in place: what it is
+        fn: a function of one tensor; the shape may change and the result may be nested. It may work in place: what it is
             given is a copy.
 
     Raises:
