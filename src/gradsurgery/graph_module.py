@@ -237,7 +237,9 @@ def _ops(stacks: Stacks, path: str, asked: Address) -> list[Where]:
 
 def _names(stacks: Stacks, path: str) -> list[str]:
     """The ops of one module, those of its call with the most of them."""
-    calls = [[name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()]
+    calls = [
+        [name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()
+    ]
     return max(calls, key=len, default=[])
 
 

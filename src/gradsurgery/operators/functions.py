@@ -149,7 +149,7 @@ def straight_through(x: Value, fn: Callable[..., Tensor]) -> Value:
 
     Bengio, Leonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv 1308.3432, 2013.
     """
-    return _operated(straight_through, _straight, checked_fn, x, fn)  # type: ignore[no-any-return]
+    return _operated(straight_through, _straight, checked_fn, x, fn)
 
 
 def frozen_transform(x: Value, fn: Callable[..., Any]) -> Any:
@@ -214,7 +214,7 @@ def map_gradient(x: Value, fn: Callable[[Tensor], Tensor]) -> Value:
         OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and under every tool that
             would lose ``fn``: ``torch.export``, ``torch.jit``, ``torch.func``, forward AD and ``make_fx``.
     """
-    return _operated(map_gradient, mapped, checked_fn, x, fn)  # type: ignore[no-any-return]
+    return _operated(map_gradient, mapped, checked_fn, x, fn)
 
 
 def _operated(
