@@ -1,7 +1,7 @@
 """A ``torch.fx.GraphModule`` as the patient: operators become nodes of its own graph, where anyone can read them.
 
-Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write on
-every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
+Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write
+on every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
 """
 
 import itertools

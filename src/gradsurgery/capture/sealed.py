@@ -1,7 +1,7 @@
 """The sealed capture: a graph that calls a module's kept forward as it is, and so can lose nothing of it.
 
-Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a module
-boundary needs no more than this, which is why it can be reached in any model.
+Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a
+module boundary needs no more than this, which is why it can be reached in any model.
 """
 
 import inspect

@@ -24,8 +24,8 @@ PLAIN = (bool, int, float, complex, str, bytes, bytearray, range, type, types.Fu
 def map_tensors(operate: Operate, value: Any) -> Any:
     """``value`` with every tensor (and every stand-in for one, such as an fx Proxy) replaced by ``operate`` of it.
 
-    Everything else passes by identity, also a container in which nothing changed. A tensor that occurs twice is operated
-    on once and stays one tensor; two views of one memory become two tensors of their own.
+    Everything else passes by identity, also a container in which nothing changed. A tensor that occurs twice is
+    operated on once and stays one tensor; two views of one memory become two tensors of their own.
     """
     done: dict[Any, Any] = {}
 
@@ -72,7 +72,7 @@ def _map(operate: Operate, value: Any, nested: bool = False) -> Any:
 
 def _rebuilt(operate: Operate, value: Any, children: Collection[Any], build: Callable[[list[Any]], Any]) -> Any:
     mapped = [_map(operate, child, nested=True) for child in children]
-    if all(new is old for new, old in zip(mapped, children)):
+    if all(new is old for new, old in zip(mapped, children, strict=True)):
         return value
     return build(mapped)
 
@@ -80,7 +80,7 @@ def _rebuilt(operate: Operate, value: Any, children: Collection[Any], build: Cal
 def _refilled(value: Any, keys: Collection[Any], items: list[Any]) -> Any:
     # A copy, since a subclass may have a constructor and attributes of its own.
     new = copy.copy(value)
-    for key, item in zip(keys, items):
+    for key, item in zip(keys, items, strict=True):
         new[key] = item
     return new
 
@@ -88,7 +88,7 @@ def _refilled(value: Any, keys: Collection[Any], items: list[Any]) -> Any:
 def _with_fields(value: Any, names: list[str], items: list[Any]) -> Any:
     # Not dataclasses.replace: it runs __init__ again and refuses fields that __init__ does not take.
     new = copy.copy(value)
-    for name, item in zip(names, items):
+    for name, item in zip(names, items, strict=True):
         object.__setattr__(new, name, item)  # also where the class is frozen
     return new
 
