@@ -293,7 +293,8 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
         f"    else:\n"
         f"        return self._gs_graft.places[{k}].{run}(self, x)\n"
     )
-    names = {"torch": torch, "Tensor": Tensor, **vars(operators)}
+    # Without the module's __name__: Dynamo of torch 2.13 would look for torch and Tensor in that module.
+    names = {"torch": torch, "Tensor": Tensor, **{n: v for n, v in vars(operators).items() if n != "__name__"}}
     body[_method(k)] = compile_function(source, _method(k), names)
     return body
 
