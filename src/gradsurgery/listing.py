@@ -131,4 +131,4 @@ def _source(cls: type) -> str:
         line = inspect.getsourcelines(cls.forward)[1]  # type: ignore[attr-defined]
     except (OSError, TypeError):
         return ""
-    return f"{(file or '').rpartition('/')[2]}:{line}"
+    return f"{file}:{line}"
