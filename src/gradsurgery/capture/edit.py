@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CaptureError
-from .anatomy import HELPER_SELF, Reach, Unit
 from .flow import Site
 from .inplace import overwritten, read_after, same_again
+from .unit import HELPER_SELF, Reach, Unit
 
 if TYPE_CHECKING:
     from .rewrite import Orders

@@ -16,12 +16,13 @@ from torch import nn
 
 from .._torch import is_overlay
 from ..errors import CaptureError
-from .anatomy import Anatomy, Unit, anatomy
+from .anatomy import Anatomy, anatomy
 from .flow import Site, count, in_order
 from .preserve import preserved
 from .rewrite import Orders, write
 from .runtime import holds_tensor, name_of
 from .source import accepts
+from .unit import Unit
 
 __all__ = ["Op", "list_ops", "record_ops"]
 
@@ -219,16 +220,14 @@ def _attach(module: nn.Module) -> _Recorder:
 
 @functools.lru_cache(maxsize=1024)
 def _recording(body: Anatomy) -> tuple[_Recorder, dict[str, Callable[..., Any]]]:
-    orders, sites = Orders(), []
+    orders, sites = Orders(), list[Site]()
     closed = _closed(body)
     for unit in body.units.values():
         for site in () if unit in closed else unit.sites.values():
             orders.slots[unit, site.node] = [len(sites)]
             sites.append(site)
     orders.plan = recorder = _Recorder(sites)
-    namespace = write(body, orders)
-    # Even a forward with nothing in it tells that it ran.
-    return recorder, namespace
+    return recorder, write(body, orders)
 
 
 def _closed(body: Anatomy) -> set[Unit]:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .anatomy import Anatomy, Unit, anatomy
+from ..errors import CaptureError
+from .anatomy import Anatomy, anatomy
 from .edit import Counting, Editor, inner_key
 from .flow import Site, count
 from .runtime import ALL, Plan
 from .source import accepts, rebuild, recompile
-from ..errors import CaptureError
+from .unit import Unit
 
 __all__ = ["ALL", "OpEdit", "rewrite"]
 
@@ -58,23 +59,12 @@ def rewrite(
     Raises:
         CaptureError: where the source cannot be had, or an op is written so that its value cannot be replaced.
     """
-    body = anatomy(cls, forward)
-    if any(cls_function is not unit.function for unit, cls_function in _live(body)):
-        anatomy.cache_clear()  # a method was replaced on the class since
-        _rewritten.cache_clear()
-        body = anatomy(cls, forward)
-    return _rewritten(body, edits)
-
-
-def _live(body: Anatomy) -> list[tuple[Unit, Any]]:
-    units = [unit for unit in body.units.values() if unit.public and unit is not body.root]
-    return [(unit, body.owner_of(unit.key)) for unit in units]
+    return _rewritten(anatomy(cls, forward), edits)
 
 
 @functools.lru_cache(maxsize=4096)
 def _rewritten(body: Anatomy, edits: tuple[OpEdit, ...]) -> dict[str, Callable[..., Any]]:
-    orders = _orders(body, edits)
-    return write(body, orders)
+    return write(body, _orders(body, edits))
 
 
 def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:

@@ -71,7 +71,7 @@ class Plan:
         if not whole and torch.is_grad_enabled():
             for name, edits in self.slots:
                 for index, _ in edits:
-                    if index is not None and index > 0:
+                    if index is not None and index != ALL:
                         raise CaptureError(
                             f"asked for '{name}@{index}' of {self.forward}, which is counted from the start of the "
                             "forward; a method of the module was called directly, where that call cannot be told. "
