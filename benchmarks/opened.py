@@ -1,8 +1,9 @@
 """How much of timm the opened capture reaches: one random op in every module class of every family.
 
-For the smallest model of each family and every distinct class outside ``torch.nn`` that runs: a random op of its forward
-is wrapped by an operator that changes nothing, once found with an example and once without, and the whole model's forward
-and every gradient are compared bit for bit with the untouched model's, in eval and in train mode under one seed.
+For the smallest model of each family and every distinct class outside ``torch.nn`` that runs: a random op of its
+forward is wrapped by an operator that changes nothing, once found with an example and once without, and the whole
+model's forward and every gradient are compared bit for bit with the untouched model's, in eval and in train mode under
+one seed.
 
     python benchmarks/opened.py out.jsonl [family ...]    # goes on where it stopped
     python benchmarks/opened.py out.jsonl --report
@@ -53,10 +54,6 @@ def keep(value: Any) -> Any:
     return value
 
 
-class _Unread(Exception):
-    """The value passed no operator."""
-
-
 def families() -> dict[str, str]:
     """The smallest model of each family, by parameters on the meta device."""
     smallest: dict[str, tuple[int, str]] = {}
@@ -73,7 +70,7 @@ def families() -> dict[str, str]:
 
 
 def example(model: nn.Module) -> torch.Tensor:
-    """A small input, where the model takes one: nothing here depends on the size, and a thousand backwards take long."""
+    """A small input, where the model takes one: nothing here depends on the size, and backwards take long."""
     size = model.pretrained_cfg.get("input_size", (3, 224, 224))
     x = torch.randn(2, size[0], 96, 96)
     try:
@@ -208,7 +205,8 @@ def measure(family: str, name: str, done: set[tuple[str, str]], write: Any) -> N
 
 def report(path: pathlib.Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    print(f"{len({line['family'] for line in lines if 'class' in line})} families, {sum('class' in line for line in lines)} classes")
+    classes = [line for line in lines if "class" in line]
+    print(f"{len({line['family'] for line in classes})} families, {len(classes)} classes")
     for way in ("example", "static"):
         results = [line[way] for line in lines if way in line]
         counts = collections.Counter(result[0] for result in results)

@@ -1,7 +1,7 @@
 """The functions that make up one forward, and where they call each other.
 
-A forward is the method of that name, every method that it calls on ``self`` or ``super()``, and every plain Python helper
-outside of torch. An op in any of them belongs to the module, as it does for torch.fx.
+A forward is the method of that name, every method that it calls on ``self`` or ``super()``, and every plain Python
+helper outside of torch. An op in any of them belongs to the module, as it does for torch.fx.
 """
 
 import ast
@@ -41,7 +41,7 @@ class Anatomy:
         self.root = self._unit("forward", True, False, found)
         if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _own_nodes(self.root.parsed.tree)):
             raise CaptureError(
-                f"asked for an op inside the forward of {cls.__qualname__} ({self.root.parsed.where(ast.Pass())}); "
+                f"asked for an op inside the forward of {cls.__qualname__} ({self.root.where}); "
                 "it is a generator, which runs after the call that made it. Operate on a child instead."
             )
 

@@ -76,8 +76,8 @@ def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:
         sites = [(u, s) for u in body.units.values() for s in u.sites.values() if s.is_named(name) != "no"]
         if not sites:
             raise CaptureError(
-                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.parsed.where(body.root.parsed.tree)}) "
-                "has no such op. List what it has with `gradsurgery.sites`."
+                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.where}) has no "
+                "such op. List what it has with `gradsurgery.sites`."
             )
         told = [_told(body, sites, name, edit) for edit in wanted]
         if all(found is not None for found in told):
@@ -125,8 +125,8 @@ def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
             continue
         if unit.names.rebinds_self():
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}); it "
-                f"binds the name '{unit.names.self_name}' to something else. Operate on a child, or on the output."
+                f"asked for an op inside {unit.title}; it binds the name '{unit.names.self_name}' to something else. "
+                "Operate on a child, or on the output."
             )
         if unit not in counted or unit.public:
             outer: Counting = "outer" if unit in counted else "none"
@@ -152,8 +152,8 @@ def _function(
         refusing = [w for w in unit.wrappers if not accepts(w, "_gs_count")]
         if refusing:
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}) that "
-                "has to be counted as it runs; its decorator takes no further keyword, so the counter cannot be passed. "
+                f"asked for an op inside {unit.title} that has to be counted as it runs; its decorator takes no "
+                "further keyword, so the counter cannot be passed. "
                 "Operate on a child, or on the output."
             )
     editor = Editor(unit, orders, touched, counted, counting)

@@ -81,7 +81,7 @@ class Scanner:
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
-        self.flow.append(Branch((self.part(node.body), self.part(node.orelse))))
+        self.flow.append(Branch((self.part(node.body), self.part(node.orelse)), node.test))
 
     def visit_Match(self, node: Any) -> None:
         self.visit(node.subject)
@@ -133,11 +133,13 @@ class Scanner:
         self.visit(node.values[0])
         if len(node.values) > 1:
             rest = node.values[1] if len(node.values) == 2 else ast.BoolOp(node.op, node.values[1:])
-            self.flow.append(Branch((self.part([rest]), [])))
+            first = node.values[0]
+            condition = first if isinstance(node.op, ast.And) else ast.UnaryOp(ast.Not(), first)
+            self.flow.append(Branch((self.part([rest]), []), condition))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         self.visit(node.test)
-        self.flow.append(Branch((self.part([node.body]), self.part([node.orelse]))))
+        self.flow.append(Branch((self.part([node.body]), self.part([node.orelse])), node.test))
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
@@ -199,7 +201,8 @@ class Scanner:
             self.visit(node.func.value)
         elif not isinstance(node.func, ast.Name):
             self.visit(node.func)
-        first, *others = node.args or [None]
+        first: ast.expr | None
+        first, *others = node.args or [None]  # type: ignore[list-item]
         if isinstance(first, ast.GeneratorExp) and isinstance(node.func, ast.Name) and node.func.id in _CONSUMERS:
             self.comprehension(first)
         elif first is not None and not (self.calls.is_checkpoint(node.func) and self.hand_over(first, loose=False)):
@@ -219,7 +222,7 @@ class Scanner:
             tree: Any = self.unit.parsed.tree
             known = tree._gs_nodes = getattr(tree, "_gs_nodes", 0) + 1
             node._gs_node = known  # type: ignore[attr-defined]
-        return known  # type: ignore[no-any-return]
+        return int(known)
 
     def site(self, node: ast.AST, name: str, sure: bool) -> None:
         self.add(node, Naming(name, "op", sure))

@@ -27,6 +27,15 @@ class Unit:
     sites: dict[int, Site] = field(default_factory=dict)
     reaches: "dict[int, Reach]" = field(default_factory=dict)
 
+    @property
+    def where(self) -> str:
+        return self.parsed.where(self.parsed.tree)
+
+    @property
+    def title(self) -> str:
+        """The function and where it stands, for messages."""
+        return f"{self.parsed.function.__qualname__} ({self.where})"
+
     def module(self) -> ast.expr:
         """An expression for the module, inside the function."""
         if self.is_helper:
@@ -34,7 +43,7 @@ class Unit:
         if self.names.self_name is not None:
             return ast.Name(self.names.self_name, ast.Load())
         vararg = self.parsed.tree.args.vararg
-        assert vararg is not None  # see _takes_self()
+        assert vararg is not None  # no unit is made of a method that takes nothing
         return ast.Subscript(ast.Name(vararg.arg, ast.Load()), ast.Constant(0), ast.Load())
 
 
