@@ -774,3 +774,23 @@ def test_method_replaced_on_the_class_since():
     Net.part = lambda self, x: x
     with pytest.raises(CaptureError, match="no such op"):
         rewrite(Net, edits)
+
+
+def test_an_index_that_the_source_does_not_tell():
+    class Net(Base):
+        def forward(self, x):
+            x = torch.sin(self.a(x))
+            if x.sum() > 0:
+                x = torch.sin(x)
+                x = torch.tanh(x)
+            return torch.sin(x)
+
+    found = [(op.name, op.index, op.certain) for op in list_ops(Net())]
+    assert found == [
+        ("a", 0, True),
+        ("sin", 0, True),
+        ("sum", 0, True),
+        ("sin", 1, False),
+        ("tanh", 0, False),
+        ("sin", 2, False),
+    ]

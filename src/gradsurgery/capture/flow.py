@@ -200,35 +200,36 @@ def _join(spans: list[Span]) -> Span | None:
     return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
 
-def in_order(unit: Any, decide: Callable[[Any, ast.expr], bool | None]) -> list[Site]:
+def in_order(unit: Any, decide: Callable[[Any, ast.expr], bool | None]) -> list[tuple[Site, bool]]:
     """The sites in the order of the source, one round of every loop, calls written out.
 
-    Every branch, unless ``decide`` knows how the condition of a function turns out.
+    Every branch, unless ``decide`` knows how the condition of a function turns out. With each site goes whether it is
+    certain to run, once, where it stands.
     """
-    found: list[Site] = []
+    found: list[tuple[Site, bool]] = []
 
-    def visit(owner: Any, flow: Flow, opened: tuple[int, ...]) -> bool:
+    def visit(owner: Any, flow: Flow, opened: tuple[int, ...], certain: bool) -> bool:
         """Whether the flow surely leaves the function."""
         for step in flow:
             if isinstance(step, Site):
-                found.append(step)
+                found.append((step, certain))
             elif isinstance(step, Enter):
                 if id(step.unit) not in opened:
-                    visit(step.unit, step.unit.flow, (*opened, id(step.unit)))
+                    visit(step.unit, step.unit.flow, (*opened, id(step.unit)), certain and not step.loose)
             elif isinstance(step, Branch):
                 taken = decide(owner, step.condition) if step.condition is not None else None
                 options = step.options if taken is None else [step.options[not taken]]
-                left = [visit(owner, option, opened) for option in options]
+                left = [visit(owner, option, opened, certain and taken is not None) for option in options]
                 if all(left):
                     return True
             elif isinstance(step, Loop | Loose):
-                visit(owner, step.body, opened)
+                visit(owner, step.body, opened, False)
             elif isinstance(step, Attempt):
                 for part in (step.body, *step.handlers, step.otherwise):
-                    visit(owner, part, opened)
+                    visit(owner, part, opened, False)
             else:
                 return True
         return False
 
-    visit(unit, unit.flow, (id(unit),))
+    visit(unit, unit.flow, (id(unit),), True)
     return found

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from .anatomy import Anatomy, anatomy
-from .flow import count, in_order
+from .anatomy import anatomy
+from .flow import in_order
 from .present import Present
 from .preserve import preserved
 from .recorder import Event, Op, Recorder, attach, check_instance, numbered, patched_forward, user_class
@@ -53,32 +53,26 @@ def record_ops(
 def list_ops(module: nn.Module) -> list[Op]:
     """The ops in the forward of a module, without an example.
 
-    A forward without branches and loops is listed as written. Of any other, a trace by torch.fx with every child a leaf
+    A forward whose branches are decided by the module's own attributes, without loops, is listed as written. Of any
+    other, a trace by torch.fx with every child a leaf
     tells in which order the ops run in the present mode; where that fails too, the list is that of the source: one
     round of every loop, every ``x + y`` that is not known to add numbers, and every branch but those that the module's
-    own attributes rule out as they are now. Such a list can hold more than what runs; an edit of an op that does not
-    run is refused when the forward runs.
+    own attributes rule out as they are now. Such a list can hold more than what runs, so that the index of an op may
+    be another when the forward runs: it is then not ``certain``. A name that it holds once is safe without an index,
+    since an edit of a bare name makes sure that it runs once.
 
     Raises:
         CaptureError: where the forward cannot be opened.
     """
     body = anatomy(user_class(module), patched_forward(module))
     check_instance(module, body)
-    if not _is_straight(body):
+    written = in_order(body.root, Present(module, body.root))
+    uncertain = {site for site, certain in written if not (certain and site.sure)}
+    if uncertain:
         traced = _traced(module)
         if traced is not None:
             return numbered(traced)
-    written = in_order(body.root, Present(module, body.root))
-    return numbered((site, site.name, None, None) for site in written if site.name is not None)
-
-
-def _is_straight(body: Anatomy) -> bool:
-    """Whether every site runs once, in the order in which it is written."""
-    sites = in_order(body.root, lambda unit, condition: None)
-    if len(set(sites)) < len(sites) or not all(site.sure and site.name is not None for site in sites):
-        return False
-    counted = count(body.root, lambda site: (1, 1))
-    return not counted.loose and all(counted.before.get(site) == (k, k) for k, site in enumerate(sites))
+    return numbered([(site, site.name, None, None) for site, _ in written if site.name is not None], uncertain)
 
 
 def _traced(module: nn.Module) -> list[Event] | None:

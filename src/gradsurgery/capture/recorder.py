@@ -6,7 +6,7 @@ The recorder stands at the very sites at which an edit counts, so that ``relu@1`
 import collections
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ class Op:
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
     kind: Literal["op", "child"]
+    certain: bool = True  # False: listed from the source alone, which does not tell whether the index is the right one
 
 
 Event = tuple[Site, str, Any, Any]
@@ -113,12 +114,18 @@ def _is_number(node: torch.fx.Node) -> bool:
     return module in ("_operator", "math", "builtins") and bool(inputs) and all(map(_is_number, inputs))
 
 
-def numbered(events: Iterable[Event]) -> list[Op]:
-    """Ops from what was taken down, each with its index among those of its name."""
+def numbered(events: Iterable[Event], uncertain: Collection[Site] = ()) -> list[Op]:
+    """Ops from what was taken down, each with its index among those of its name.
+
+    After an op of which it is not certain whether it runs, no index of that name is.
+    """
+    doubtful: set[str] = set()
     ran: collections.Counter[str] = collections.Counter()
     ops = []
     for site, name, shape, dtype in events:
-        ops.append(Op(name, ran[name], site.source, site.text, shape, dtype, site.kind))
+        if site in uncertain:
+            doubtful.add(name)
+        ops.append(Op(name, ran[name], site.source, site.text, shape, dtype, site.kind, name not in doubtful))
         ran[name] += 1
     return ops
 
