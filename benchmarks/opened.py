@@ -197,8 +197,11 @@ def measure(family: str, name: str, done: set[tuple[str, str]], write: Any) -> N
             if not ops:
                 line[way] = ["empty", "no op in its forward"]
                 continue
-            op = chosen.choice(ops)
-            once = sum(other.name == op.name for other in ops) == 1
+            names = collections.Counter(op.name for op in ops)
+            line[f"{way}_ops"] = [len(ops), sum(op.certain or names[op.name] == 1 for op in ops)]
+            # Without an example an index may be beyond what the source tells; such an op has to be given one.
+            op = chosen.choice([op for op in ops if op.certain or names[op.name] == 1] or ops)
+            once = names[op.name] == 1
             line[way] = [*attempt(model, owner, op, x, plain, once), f"{op.name}@{op.index}", op.source, op.text]
         write(line)
 
@@ -212,6 +215,8 @@ def report(path: pathlib.Path) -> None:
         counts = collections.Counter(result[0] for result in results)
         tried = sum(counts.values()) - counts["empty"]
         print(f"{way}: {dict(counts)}, reached {counts['reached'] / max(tried, 1):.2%} of {tried}")
+        listed = [line[f"{way}_ops"] for line in lines if f"{way}_ops" in line]
+        print(f"    ops listed {sum(n for n, _ in listed)}, addressable {sum(n for _, n in listed)}")
         for line in lines:
             if way in line and line[way][0] in ("wrong", "refused"):
                 print("   ", line["model"], line["class"], line[way])
