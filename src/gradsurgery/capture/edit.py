@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CaptureError
-from .anatomy import HELPER_SELF, Reach, Unit
 from .flow import Site
-from .inplace import overwritten, read_after, same_again
+from .inplace import is_read, overwritten, read_after, same_again
+from .unit import HELPER_SELF, Reach, Unit
 
 if TYPE_CHECKING:
     from .rewrite import Orders
@@ -119,7 +119,8 @@ class Editor(ast.NodeTransformer):
         name = f"_gs_site_{site.node}"
         self.provided[name] = site
         slots = self.orders.slots[self.unit, site.node]
-        known = [self.unit.module(), _counts(), ast.Constant(tuple(slots)), ast.Name(name, ast.Load())]
+        numbers: list[ast.expr] = [ast.Constant(slot) for slot in slots]
+        known = [self.unit.module(), _counts(), ast.Tuple(numbers, ast.Load()), ast.Name(name, ast.Load())]
         return ast.Call(
             ast.Attribute(ast.Name("_gs", ast.Load()), "call" if read else "call_dropped", ast.Load()),
             [*known, node.func, *node.args],
@@ -141,13 +142,22 @@ class Editor(ast.NodeTransformer):
         value = self.wrap(node, again, readable)
         return [node, ast.Assign([node.target], value) if readable else ast.Expr(value)]
 
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """An assignment to a name that is never read is as good as a dropped value."""
+        target, value = node.targets[0], node.value
+        is_read_by_name = not isinstance(target, ast.Name) or len(node.targets) > 1 or is_read(self.tree, target.id)
+        if is_read_by_name or not isinstance(value, ast.Call) or any(overwritten(value)):
+            return self.generic_visit(node)
+        node.value = self.visit_Call(value, read=False)
+        return node
+
     def visit_Expr(self, node: ast.Expr) -> Any:
         """A statement whose value is dropped: in place, the name it changed is bound anew; else nobody reads it."""
         if not isinstance(node.value, ast.Call):
             if self.site_of(node.value):
                 dropped = node.value
                 self.generic_visit(dropped)
-                return ast.Expr(self.wrap(dropped, dropped, read=False))  # type: ignore[arg-type]
+                return ast.Expr(self.wrap(dropped, dropped, read=False))
             return self.generic_visit(node)
         chain = list(overwritten(node.value))
         if any(self.site_of(call) for call, _ in chain):
@@ -189,7 +199,7 @@ class Editor(ast.NodeTransformer):
         reach = self.reach(node)
         if reach is None:
             self.generic_visit(node)
-            return node  # type: ignore[no-any-return]
+            return node
         copied = self.copy_of(reach.unit)
         return _call("carry", copied, _counts()) if reach.unit in self.counted else copied
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .anatomy import Anatomy, Unit, anatomy
+from ..errors import CaptureError
+from .anatomy import Anatomy, anatomy
 from .edit import Counting, Editor, inner_key
 from .flow import Site, count
 from .runtime import ALL, Plan
 from .source import accepts, rebuild, recompile
-from ..errors import CaptureError
+from .unit import Unit
 
 __all__ = ["ALL", "OpEdit", "rewrite"]
 
@@ -58,23 +59,12 @@ def rewrite(
     Raises:
         CaptureError: where the source cannot be had, or an op is written so that its value cannot be replaced.
     """
-    body = anatomy(cls, forward)
-    if any(cls_function is not unit.function for unit, cls_function in _live(body)):
-        anatomy.cache_clear()  # a method was replaced on the class since
-        _rewritten.cache_clear()
-        body = anatomy(cls, forward)
-    return _rewritten(body, edits)
-
-
-def _live(body: Anatomy) -> list[tuple[Unit, Any]]:
-    units = [unit for unit in body.units.values() if unit.public and unit is not body.root]
-    return [(unit, body.owner_of(unit.key)) for unit in units]
+    return _rewritten(anatomy(cls, forward), edits)
 
 
 @functools.lru_cache(maxsize=4096)
 def _rewritten(body: Anatomy, edits: tuple[OpEdit, ...]) -> dict[str, Callable[..., Any]]:
-    orders = _orders(body, edits)
-    return write(body, orders)
+    return write(body, _orders(body, edits))
 
 
 def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:
@@ -86,8 +76,8 @@ def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:
         sites = [(u, s) for u in body.units.values() for s in u.sites.values() if s.is_named(name) != "no"]
         if not sites:
             raise CaptureError(
-                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.parsed.where(body.root.parsed.tree)}) "
-                "has no such op. List what it has with `gradsurgery.sites`."
+                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.where}) has no "
+                "such op. List what it has with `gradsurgery.sites`."
             )
         told = [_told(body, sites, name, edit) for edit in wanted]
         if all(found is not None for found in told):
@@ -135,8 +125,8 @@ def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
             continue
         if unit.names.rebinds_self():
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}); it "
-                f"binds the name '{unit.names.self_name}' to something else. Operate on a child, or on the output."
+                f"asked for an op inside {unit.title}; it binds the name '{unit.names.self_name}' to something else. "
+                "Operate on a child, or on the output."
             )
         if unit not in counted or unit.public:
             outer: Counting = "outer" if unit in counted else "none"
@@ -162,8 +152,8 @@ def _function(
         refusing = [w for w in unit.wrappers if not accepts(w, "_gs_count")]
         if refusing:
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}) that "
-                "has to be counted as it runs; its decorator takes no further keyword, so the counter cannot be passed. "
+                f"asked for an op inside {unit.title} that has to be counted as it runs; its decorator takes no "
+                "further keyword, so the counter cannot be passed. "
                 "Operate on a child, or on the output."
             )
     editor = Editor(unit, orders, touched, counted, counting)

@@ -71,7 +71,7 @@ class Plan:
         if not whole and torch.is_grad_enabled():
             for name, edits in self.slots:
                 for index, _ in edits:
-                    if index is not None and index > 0:
+                    if index is not None and index != ALL:
                         raise CaptureError(
                             f"asked for '{name}@{index}' of {self.forward}, which is counted from the start of the "
                             "forward; a method of the module was called directly, where that call cannot be told. "
@@ -89,7 +89,7 @@ class Plan:
         index = counts[slot]
         counts[slot] = index + 1
         for wanted, method in self.slots[slot][1]:
-            if wanted == index or wanted == ALL or (wanted is None and index == 0):
+            if wanted in (index, ALL) or (wanted is None and index == 0):
                 value = getattr(owner, method)(value)
         return value
 
@@ -152,9 +152,9 @@ class Plan:
                     if whole and index != ALL and ran <= (index or 0):
                         asked = name if index is None else f"{name}@{index}"
                         raise CaptureError(
-                            f"asked for '{asked}' of {self.forward}; in this call, in {_mode(owner)} mode, '{name}' ran "
-                            f"{ran} times, so the operator would have been passed by. Take the mode and the arguments "
-                            "under which it runs, run without gradients, or operate on the output of the module."
+                            f"asked for '{asked}' of {self.forward}; in this call, in {_mode(owner)} mode, '{name}' "
+                            f"ran {ran} times, so the operator would have been passed by. Take the mode and the "
+                            "arguments under which it runs, run without gradients, or operate on the module's output."
                         )
         return value
 

@@ -1,7 +1,7 @@
 """One Python function: its source found, parsed, and compiled again after an edit.
 
-Only the code changes. Globals, closure cells, defaults, annotations and attributes are the very objects of the original,
-so zero-argument ``super()``, patched globals and everything else that the function reaches stay live.
+Only the code changes. Globals, closure cells, defaults, annotations and attributes are the very objects of the
+original, so zero-argument ``super()``, patched globals and everything else that the function reaches stay live.
 """
 
 import __future__
