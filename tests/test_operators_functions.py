@@ -19,6 +19,7 @@ from gradsurgery.operators import (
     map_gradient,
     straight_through,
 )
+from gradsurgery.operators.frozen import modules_of
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -135,16 +136,10 @@ def test_frozen_lets_the_gradient_pass_and_keeps_it_from_the_parameters(make):
     y = frozen_transform(x, fn)
     assert torch.equal(y, expected)
     (g,) = torch.autograd.grad(expected.sum(), x)
-    parameters = [p for held in _modules(fn) for p in held.parameters()]
+    parameters = [p for held in modules_of(fn) for p in held.parameters()]
     assert parameters and all(p.requires_grad for p in parameters)
     y.sum().backward()
     assert torch.equal(x.grad, g) and all(p.grad is None for p in parameters)
-
-
-def _modules(fn):
-    from gradsurgery.operators.frozen import modules_of
-
-    return modules_of(fn)
 
 
 def test_other_uses_of_frozen_parameters_keep_their_gradients():
@@ -185,6 +180,15 @@ def test_frozen_refuses_parameters_that_it_cannot_reach():
     with pytest.raises(OperatorError, match=r"parameter of shape \(1,\)"):
         frozen_transform(leaf(1.0), lambda x: x * w)
     assert frozen_transform(leaf(1.0), lambda x: x * w.detach()).requires_grad
+
+
+def test_frozen_refuses_a_scripted_module_whose_parameters_it_cannot_replace(scripting):
+    scripted = torch.jit.script(nn.Linear(1, 1))
+    with pytest.raises(OperatorError, match="scripted module.*weight"):
+        frozen_transform(leaf(1.0), scripted)
+    for p in scripted.parameters():
+        p.requires_grad_(False)
+    assert frozen_transform(leaf(1.0), scripted).requires_grad
 
 
 class Checkpointed(nn.Module):

@@ -1,7 +1,7 @@
 """The sealed capture: a graph that calls a module's kept forward as it is, and so can lose nothing of it.
 
-Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a module
-boundary needs no more than this, which is why it can be reached in any model.
+Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a
+module boundary needs no more than this, which is why it can be reached in any model.
 """
 
 import inspect
@@ -14,6 +14,7 @@ from .code import compile_function
 
 KEPT = "_gs_forward"
 """The name under which a generated class keeps the forward that it stands in front of."""
+
 
 def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
     """The graph of a forward that passes what it receives and what it returns through methods of the module.
@@ -39,7 +40,7 @@ def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     code = getattr(forward, "__code__", None)
     if code is None or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return ()
-    return code.co_varnames[: code.co_argcount]  # type: ignore[no-any-return]
+    return code.co_varnames[: code.co_argcount]
 
 
 def is_mirrored(graph: torch.fx.Graph) -> bool:
@@ -53,7 +54,7 @@ def _mirror(
     graph = torch.fx.Graph()
     annotations = getattr(forward, "__annotations__", {})
     module = graph.placeholder("self")  # fx adds a parameter of that name where the first is called something else
-    required = len(names) - len(forward.__defaults__ or ())  # type: ignore[attr-defined]
+    required = len(names) - len(forward.__defaults__ or ())
     received = [
         # The default is a stand-in: define() gives the function the very objects of the original.
         graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
@@ -97,12 +98,12 @@ def define(graph: torch.fx.Graph, like: Callable[..., Any]) -> Callable[..., Any
             node.type = None
         function = _function(graph)
     if is_mirrored(graph):
-        function.__defaults__ = like.__defaults__  # type: ignore[attr-defined]
+        function.__defaults__ = like.__defaults__
     function.__annotations__ = dict(getattr(like, "__annotations__", {}))
     function.__doc__ = like.__doc__
     function.__module__ = getattr(like, "__module__", function.__module__)
     function.__qualname__ = getattr(like, "__qualname__", "forward")
-    function.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.signature(like)
     return function
 
 

@@ -1,8 +1,9 @@
 """One tensor in, one tensor out: the value of one tensor with the gradient of another.
 
-Two encodings of the same thing. Plain eager runs a tiny ``autograd.Function``, which saves nothing and allocates only its
-output. A tool that looks at the single ops would lose a Function's backward (``torch.export`` and ``torch.fx`` do so in
-silence), so it gets the aten formula: a tensor that carries the gradient, its value overwritten outside of autograd.
+Two encodings of the same thing. Plain eager runs a tiny ``autograd.Function``, which saves nothing and allocates only
+its output. A tool that looks at the single ops would lose a Function's backward (``torch.export`` and ``torch.fx`` do
+so in silence), so it gets the aten formula: a tensor that carries the gradient, its value overwritten outside of
+autograd.
 
 The output never shares memory with an input that needs a gradient: an in-place neighbour such as ``ReLU(inplace=True)``
 raises on a view and is silently wrong on an alias. The copy has the very strides of its source, dimensions of size 1
@@ -42,7 +43,7 @@ def is_differentiable(x: Tensor) -> bool:
 def _overlaps(size: list[int], stride: list[int]) -> bool:
     """Whether two elements may share memory; a yes may be wrong (for interleaved strides), a no never is."""
     reach = 0
-    for step, length in sorted([(step, length) for step, length in zip(stride, size)]):
+    for step, length in sorted([(step, length) for step, length in zip(stride, size)]):  # noqa: B905 - TorchScript
         if length == 0:
             return False
         if length > 1:
@@ -61,12 +62,12 @@ def _exact_copy(x: Tensor) -> Tensor:
     if not _overlaps(list(x.size()), list(x.stride())):
         return y.copy_(x)
     # torch refuses to write through overlapping strides, so the memory below them is copied as one flat run.
-    span = 1 + sum((length - 1) * step for length, step in zip(x.size(), x.stride()))
+    span = 1 + sum((length - 1) * step for length, step in zip(x.size(), x.stride()))  # noqa: B905
     y.as_strided((span,), (1,)).copy_(x.as_strided((span,), (1,), x.storage_offset()))
     return y
 
 
-# --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language -------------------
+# --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language ------------------
 
 
 def _overwritten(carrier: Tensor, value: Tensor) -> Tensor:

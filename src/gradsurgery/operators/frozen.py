@@ -65,11 +65,11 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
     caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
     # Each parameter once, under its first name: functional_call follows the ties.
     frozen = {name: p.detach() for name, p in caller.named_parameters()}
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing() or any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules()):
         raise OperatorError(
-            f"torch.jit.trace was asked for a frozen transform by fn={name_of(fn)}. "
-            f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them in a trace. "
-            "Call fn.requires_grad_(False) before tracing."
+            f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
+            f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
+            "Call requires_grad_(False) on them before scripting or tracing."
         )
     return functional_call(caller, frozen, (x,))
 
