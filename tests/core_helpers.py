@@ -18,7 +18,7 @@ class Block(nn.Module):
         super().__init__()
         self.fc = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width)
-        self.act = nn.ReLU(inplace=True)
+        self.act = nn.SiLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.norm(self.act(self.fc(x))) + x)

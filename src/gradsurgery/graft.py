@@ -30,6 +30,7 @@ from .capture import sealed
 from .capture.code import compile_function
 from .capture.rewrite import OpEdit, rewrite
 from .errors import SurgeryError
+from .hiding import hiding, refuse_walks
 from .place import Graft, Place
 
 __all__ = ["graft_of", "is_plain", "regraft", "user_class", "without"]
@@ -60,12 +61,8 @@ def regraft(module: nn.Module, places: Iterable[Place]) -> None:
     old = graft_of(module)
     if old is None:
         graft = Graft(places, type(module), module.__dict__.get("forward"))
-    elif "forward" in module.__dict__ and _is_dressed(module):
-        raise SurgeryError(
-            f"another tool has wrapped the forward of this {user_class(module).__name__} since it was operated on, and "
-            "holds on to the operated one. Take that wrapper off first, then operate again or remove."
-        )
     else:
+        _refuse_wrapped(module)
         graft = Graft(places, old.before, old.patched)
     if graft.places:
         _dress(module, graft)
@@ -86,13 +83,27 @@ class without:  # noqa: N801 - a context manager, used like a function
 
     def __enter__(self) -> None:
         for module in self._modules:
-            _undress(module, module.__dict__["_gs_graft"])
+            _refuse_wrapped(module)
+        for module in self._modules:
+            graft = module.__dict__["_gs_graft"]
+            _undress(module, graft)
+            if graft.children:
+                overlays, core = _layers(type(module))
+                object.__setattr__(module, "__class__", _stack(overlays, core, _veiled(core)))
 
     def __exit__(self, *exception: object) -> None:
         for module in self._modules:
             graft = graft_of(module)
             if graft is not None:
                 _dress(module, graft)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    if "forward" in module.__dict__ and _is_dressed(module):
+        raise SurgeryError(
+            f"another tool has wrapped the forward of this {user_class(module).__name__} since it was operated on, and "
+            "holds on to the operated one. Take that wrapper off first, then operate again, disable or remove."
+        )
 
 
 def _dress(module: nn.Module, graft: Graft) -> None:
@@ -112,7 +123,8 @@ def _undress(module: nn.Module, graft: Graft) -> None:
 
 
 def _is_dressed(module: nn.Module) -> bool:
-    return "_gs_base" in _layers(type(module))[1].__dict__
+    core = _layers(type(module))[1].__dict__
+    return "_gs_base" in core and "_gs_veiled" not in core
 
 
 def _layers(cls: type) -> tuple[list[type], type]:
@@ -145,9 +157,9 @@ def _dressed(cls: type, forms: tuple[Form, ...], patch: Patch) -> type:
     overlays, core = _layers(cls)
     base: Any = _base(core)
     try:
-        generated = generated_class(base, forms, patch)
+        generated = generated_class(base, forms, patch, base.forward)
     except TypeError:  # a default in the patched signature cannot be hashed, and so not be cached
-        generated = generated_class.__wrapped__(base, forms, patch)
+        generated = generated_class.__wrapped__(base, forms, patch, base.forward)
     return _stack(overlays, core, generated)
 
 
@@ -178,8 +190,11 @@ def _stand_in(metaclass: Any) -> type:
 
 
 @functools.cache
-def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch = None) -> type[nn.Module]:
-    """The subclass of ``base`` whose forward runs through the places; one for all instances with the same places."""
+def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: Any) -> type[nn.Module]:
+    """The subclass of ``base`` whose forward runs through the places; one for all instances with the same places.
+
+    ``written`` is ``base.forward`` as it is now: it is part of the key, since people assign another to the class.
+    """
     patched = _patched_forward(base, patch)
     edits = tuple(
         OpEdit(where.op, where.call, _method(k)) for k, (where, _, _) in enumerate(forms) if where.kind == "op"
@@ -189,16 +204,21 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch = None) -> 
     inputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "input"]
     outputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "output"]
     if inputs or outputs:
-        graph = sealed.seal(forward, inputs, outputs)
+        chosen = any(where.kind == "input" and where.element for where, _, _ in forms)
+        graph = sealed.seal(forward, inputs, outputs, whole=chosen)
         body = {**body, sealed.KEPT: _renamed(forward, sealed.KEPT), "forward": sealed.define(graph, forward)}
         body["_gs_graph"] = graph
     elif patched is not None and not edits:
         body["forward"] = patched
     whole = bool(inputs) and not sealed.is_mirrored(body["_gs_graph"])
     for k, form in enumerate(forms):
-        body.update(_methods(k, form, whole))
-    if any(child for _, child, _ in forms) and issubclass(base, nn.Sequential | nn.ModuleList):
-        body.update(_container(base))
+        body.update(_methods(k, form, sealed.positional(forward) if whole else None))
+    if any(child for _, child, _ in forms):
+        refuse_walks(base)
+        body.update(hiding(base))
+    becomes = getattr(base, "cls_to_become", None)
+    if becomes is not None:  # a lazy module sets its class by itself, at its first forward
+        body["cls_to_become"] = generated_class(becomes, forms, patch, becomes.forward)
     cls: type[nn.Module]
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
@@ -274,8 +294,11 @@ def is_plain(operator: nn.Module) -> bool:
     return type(operator) in _SCRIPTED
 
 
-def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
-    """The method that a place's value passes through, in Python and as TorchScript compiles it."""
+def _methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, Any]:
+    """The method that a place's value passes through, in Python and as TorchScript compiles it.
+
+    ``received`` names the positional parameters where the graph passes on all that the module receives.
+    """
     where, child, operator = form
     body: dict[str, Any] = {}
     if child is not None:
@@ -285,13 +308,15 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
         scripted = scripted.format(f"_gs_{k}_{coefficient}")
         if coefficient:
             body[f"_gs_{k}_{coefficient}"] = _Live(k, coefficient)
-    run = "run_received" if where.kind == "input" and whole else "run"
+    run = "run(self, x)"
+    if where.kind == "input" and received is not None:
+        run = f"run_received(self, x, {received!r})"
     source = (
         f"def {_method(k)}(self, x: Tensor) -> Tensor:\n"
         f"    if torch.jit.is_scripting():\n"
         f"        return {scripted}\n"
         f"    else:\n"
-        f"        return self._gs_graft.places[{k}].{run}(self, x)\n"
+        f"        return self._gs_graft.places[{k}].{run}\n"
     )
     # Without the module's __name__: Dynamo of torch 2.13 would look for torch and Tensor in that module.
     names = {"torch": torch, "Tensor": Tensor, **{n: v for n, v in vars(operators).items() if n != "__name__"}}
@@ -299,17 +324,12 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
     return body
 
 
-def _container(base: type[nn.Module]) -> dict[str, Any]:
-    """A container's length and iteration without the operators that are its children."""
-
-    def __iter__(self: nn.Module) -> Any:
-        hidden = self.__dict__["_gs_graft"].children
-        return iter([module for name, module in self._modules.items() if name not in hidden])
-
-    def __len__(self: nn.Module) -> int:
-        return len(self._modules) - len(self.__dict__["_gs_graft"].children)
-
-    return {"__iter__": __iter__, "__len__": __len__}
+@functools.cache
+def _veiled(base: Any) -> type[nn.Module]:
+    """``base`` as it was, for a module that still has operators among its children, out of sight of its forward."""
+    body = {**hiding(base), "__module__": base.__module__, "__qualname__": base.__qualname__}
+    metaclass: Any = type(base)
+    return _stand_in(metaclass)(base.__name__, (base,), {**body, "_gs_base": base, "_gs_veiled": True})
 
 
 def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] | None:

@@ -4,13 +4,16 @@
 logger, a data set. A twin copies modules and the containers that hold them, and shares everything else.
 """
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._torch import is_fsdp2
 from .errors import SurgeryError
@@ -33,10 +36,18 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
             "inplace=False was asked for a model that fully_shard has sharded, whose modules cannot be had twice. "
             "Leave inplace=False off: gs.remove undoes exactly."
         )
+    if any(_is_lazy(module) for module in root.modules()):
+        raise SurgeryError(
+            "inplace=False was asked for a model with a lazy module that has not run yet, whose parameters are still to "
+            "be made and could be made once only. Run the model once first, or leave inplace=False off."
+        )
     copies: dict[int, Any] = {}
     _register(root, copies)
     for original, copy in [pair for pair in copies.values() if pair[0] is not pair[1]]:
         copy.__dict__.update({name: _remap(value, copies) for name, value in original.__dict__.items()})
+        for name, slot in _slots(type(original)):
+            with contextlib.suppress(AttributeError):  # a slot that is empty
+                slot.__set__(copy, _remap(slot.__get__(original), copies))
         # It compiles the call of the original, and nn.Module leaves it out of its own copies too.
         copy.__dict__["_compiled_call_impl"] = None
         if isinstance(copy, torch.fx.GraphModule):
@@ -44,12 +55,23 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
     return copies[id(root)][1], {key: copy for key, (_, copy) in copies.items()}
 
 
+def _is_lazy(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+
+
+def _slots(cls: type) -> Iterator[tuple[str, Any]]:
+    for base in cls.__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                yield name, slot
+
+
 def _register(module: nn.Module, copies: dict[int, Any]) -> None:
     if id(module) in copies:
         return
     # A ScriptModule is held by TorchScript, which has no shallow copy: it is shared, like a tensor.
     shared = isinstance(module, torch.jit.ScriptModule)
-    copies[id(module)] = (module, module if shared else type(module).__new__(type(module)))
+    copies[id(module)] = (module, module if shared else object.__new__(type(module)))
     for value in () if shared else module.__dict__.values():
         _find(value, copies)
 
