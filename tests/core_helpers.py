@@ -45,7 +45,12 @@ def seeded(make: Callable[[], nn.Module] = Net) -> nn.Module:
 def chain(*middle: nn.Module) -> nn.Sequential:
     """``a -> middle... -> b``, the middle at ``"1"`` and following."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 3), *middle, nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(3, 3), *middle, nn.Linear(3, 2))
+    with torch.no_grad():  # the middle was made before the seed
+        for p in model.parameters():
+            if not nn.parameter.is_lazy(p):
+                p.uniform_(-1, 1)
+    return model
 
 
 def leaves(value: Any) -> Iterator[Tensor]:

@@ -15,9 +15,13 @@ PLAIN = {"stem": 1.0, "blocks.0.fc": 1.0, "blocks.0.norm": 1.0, "blocks.1.fc": 1
 
 
 def test_all_or_nothing() -> None:
-    class Closed(nn.Linear):
-        def __init_subclass__(cls) -> None:
-            raise TypeError("final")
+    class Final(type):
+        def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, object]) -> None:
+            if any(isinstance(base, Final) for base in bases):
+                raise TypeError("final")
+
+    class Closed(nn.Linear, metaclass=Final):
+        pass
 
     for operator in (gs.GradientReversal(), nn.Linear(3, 3)):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), Closed(3, 3))

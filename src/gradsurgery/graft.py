@@ -14,6 +14,7 @@ The footguns, each guarded below:
 * A ``forward`` patched on the instance shadows the class: it is taken off the instance while the graft is there.
 """
 
+import copy
 import functools
 import inspect
 import types
@@ -170,7 +171,7 @@ def _patch_of(module: nn.Module, patched: Callable[..., Any] | None) -> Patch:
     is_method = getattr(patched, "__self__", None) is module and name != "forward"
     if is_method and getattr(user_class(module), name, None) is patched.__func__:  # type: ignore[attr-defined]
         return name
-    return inspect.signature(patched)
+    return sealed.signature(patched)
 
 
 class _StandIn(type):
@@ -200,7 +201,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
         OpEdit(where.op, where.call, _method(k)) for k, (where, _, _) in enumerate(forms) if where.kind == "op"
     )
     body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
-    forward = body.get("forward") or patched or base.forward
+    forward = body.get("forward") or patched or _as_method(base)
     inputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "input"]
     outputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "output"]
     if inputs or outputs:
@@ -223,26 +224,74 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = super(cls, self).__reduce_ex__(protocol)
-        make, args = reduced[:2]
+        make, args, *rest = reduced
         make, *args = [base if value is type(self) else value for value in (make, *args)]
-        return (_regraft, (forms, patch, make, tuple(args)), *reduced[2:])
+        state = (rest[0] if rest else None, _carried(self))
+        return (_regraft, (forms, patch, make, tuple(args)), state, *rest[1:])
 
+    def __setstate__(self: nn.Module, state: Any) -> None:
+        written, carried = state
+        if written is not None:
+            super(cls, self).__setstate__(written)
+        _receive(self, carried)
+
+    def copying(name: str) -> Callable[..., nn.Module]:
+        def copied(self: nn.Module, *memo: Any) -> nn.Module:
+            made: nn.Module = getattr(super(cls, self), name)(*memo)
+            if made.__dict__.get("_gs_graft") is None:
+                object.__setattr__(made, "__class__", _dressed(type(made), forms, patch))
+                _receive(made, copy.deepcopy(_carried(self), *memo) if memo else _carried(self))
+            return made
+
+        return copied
+
+    body |= {name: copying(name) for name in ("__copy__", "__deepcopy__") if hasattr(base, name)}
     body |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": __reduce_ex__,
+        "__setstate__": __setstate__,
         "_gs_base": base,
     }
     try:
-        metaclass: Any = type(base)
-        cls = _stand_in(metaclass)(base.__name__, (base,), body)
+        cls = _extended(base, body)
     except TypeError as error:
         raise SurgeryError(
             f"the class {base.__qualname__} cannot be extended ({error}), so its instances cannot be operated on. "
             "Operate on the module that holds it, or on a child."
         ) from error
     return cls
+
+
+class _Quiet(nn.Module):
+    """Before a class whose ``__init_subclass__`` registers, checks or asks for options: a generated class is not news.
+
+    An ``nn.Module`` only so that instances have the same layout, without which their class could not be set.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+def _extended(base: Any, body: dict[str, Any]) -> type[nn.Module]:
+    metaclass: Any = type(base)
+    listens = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
+    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if listens else (base,), body)
+
+
+def _carried(module: nn.Module) -> tuple[Graft, dict[str, nn.Module]]:
+    """What a copy needs beside the state that the user's class chooses to keep."""
+    graft: Graft = module.__dict__["_gs_graft"]
+    return graft, {name: module._modules[name] for name in graft.children}  # type: ignore[misc]
+
+
+def _receive(module: nn.Module, carried: tuple[Graft, dict[str, nn.Module]]) -> None:
+    graft, operators = carried
+    for name, operator in operators.items():
+        module._modules.setdefault(name, operator)
+    module.__dict__.setdefault("_gs_graft", graft)
+    module.__dict__.update(dict.fromkeys(_live_names(graft), 0.0))
 
 
 def _regraft(forms: tuple[Form, ...], patch: Patch, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -328,8 +377,27 @@ def _methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, 
 def _veiled(base: Any) -> type[nn.Module]:
     """``base`` as it was, for a module that still has operators among its children, out of sight of its forward."""
     body = {**hiding(base), "__module__": base.__module__, "__qualname__": base.__qualname__}
-    metaclass: Any = type(base)
-    return _stand_in(metaclass)(base.__name__, (base,), {**body, "_gs_base": base, "_gs_veiled": True})
+    return _extended(base, {**body, "_gs_base": base, "_gs_veiled": True})
+
+
+def _as_method(base: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class as a function of the module, also where it is a static method or no function at all."""
+    held = inspect.getattr_static(base, "forward")
+    if hasattr(type(held), "__get__") and not isinstance(held, staticmethod | classmethod):
+        return base.forward
+    bound: Any = base.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    forward.__doc__ = bound.__doc__
+    forward.__signature__ = _with_self(sealed.signature(bound))  # type: ignore[attr-defined]
+    return forward
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
 def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] | None:
@@ -341,9 +409,7 @@ def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_gs_graft"].patched(*args, **kwargs)
 
-    forward.__signature__ = patch.replace(  # type: ignore[attr-defined]
-        parameters=[inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *patch.parameters.values()]
-    )
+    forward.__signature__ = _with_self(patch)  # type: ignore[attr-defined]
     return forward
 
 
@@ -351,11 +417,11 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The same function under another name: TorchScript compiles a method under its function's ``__name__``."""
     if not isinstance(function, types.FunctionType):
         return function
-    copy = types.FunctionType(
+    again = types.FunctionType(
         function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__annotations__ = function.__annotations__
-    copy.__dict__.update(function.__dict__)
-    copy.__qualname__ = function.__qualname__
-    return copy
+    again.__kwdefaults__ = function.__kwdefaults__
+    again.__annotations__ = function.__annotations__
+    again.__dict__.update(function.__dict__)
+    again.__qualname__ = function.__qualname__
+    return again

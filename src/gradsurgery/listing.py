@@ -44,7 +44,9 @@ def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments |
     outputs = outputs_on(root, arguments) if arguments is not None else None
     for path, module in walk(root):
         parent = child_of(root, path)
-        if not grammar.matches(asked.path, path) or runs_never(parent, module):
+        if isinstance(module, torch.jit.ScriptModule) or not grammar.matches(asked.path, path):
+            continue
+        if runs_never(parent, module):
             continue
         shape, dtype = (None, None) if outputs is None else outputs.get(id(module), (None, None))
         if outputs is None or id(module) in outputs:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -17,7 +18,7 @@ from .errors import AddressError, CaptureError, closest
 from .graft import user_class, without
 from .graph_module import Stacks, resolve_nodes
 from .place import Target
-from .wrappers import child, walk
+from .wrappers import child, refuse_scripted, walk
 
 __all__ = ["At", "Ops", "ops_of_source", "resolve", "runs_never"]
 
@@ -60,6 +61,8 @@ def runs_never(parent: nn.Module | None, module: nn.Module) -> str | None:
     """Why a module's forward never runs, where that is known without running it."""
     if isinstance(parent, nn.MultiheadAttention) and parent._modules.get("out_proj") is module:
         return "nn.MultiheadAttention reads the weight of its out_proj and never calls it"
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     if user_class(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         return f"a {user_class(module).__name__} has no forward: its children are called one by one"
     return None
@@ -83,6 +86,7 @@ class _Tree:
     def at(self, path: str) -> nn.Module | None:
         module: nn.Module | None = self.root
         for name in path.split(".") if path else ():
+            refuse_scripted(module, path)
             module = child(module, name)  # type: ignore[arg-type]
             if module is None:
                 return None
@@ -260,9 +264,10 @@ def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target
     while _is_plain_sequential(module):
         name = list(module._modules)[-1 if last else 0]
         inner = child(module, name)
-        if inner is None or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+        if inner is None or isinstance(inner, torch.jit.ScriptModule) or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
             break
         module, hops = inner, hops + 1
+    refuse_scripted(module, path)
     return Target(module, path, where, hops)
 
 

@@ -43,7 +43,8 @@ def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     code = getattr(forward, "__code__", None)
     if code is None or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return ()
-    return code.co_varnames[: code.co_argcount]
+    names = code.co_varnames[: code.co_argcount]
+    return () if "self" in names[1:] else names  # fx calls the first one self
 
 
 def positional(forward: Callable[..., Any]) -> tuple[str, ...]:
