@@ -74,7 +74,7 @@ def graph_sites(module: torch.fx.GraphModule, asked: grammar.Address) -> Iterato
     """The addresses in a GraphModule: what its graph calls, and what it has dissolved into ops."""
     stacks = Stacks(module.graph)
     for path in stacks.calls if asked.where.kind == "output" else ():
-        if grammar.matches(asked.path, path):
+        if grammar.matches(asked.path, path) and stacks.passes_on(path):
             yield Site(path, "module", _kind(stacks.kinds.get(path), module, path))
     for path, calls in stacks.ops.items() if asked.where.kind == "op" else ():
         nodes = max(calls.values(), key=len)

@@ -92,6 +92,10 @@ class _Tree:
                 return None
         return module
 
+    @cached_property
+    def has_graphs(self) -> bool:
+        return any(isinstance(module, GraphModule) for _, module in self.all)
+
     def graph_above(self, path: str) -> tuple[str, GraphModule] | None:
         """The first GraphModule on the way to a path: the rest of the path is for its graph to know."""
         names = path.split(".") if path else []
@@ -147,13 +151,17 @@ def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Op
     elif callable(at) and not isinstance(at, type):
         found, asked = tree.that_run(at), "the predicate"
     else:
-        raise AddressError(
-            f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
-            "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
-        )
+        raise _no_place(at)
     if not found:
         raise AddressError(f"{asked} matches no module that runs here. {tree.types()}")
-    return [_boundary(tree, path, module, Where(side)) for path, module in found]
+    return [target for path, module in found for target in _boundaries(tree, path, module, Where(side))]
+
+
+def _no_place(at: object) -> AddressError:
+    return AddressError(
+        f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
+        "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
+    )
 
 
 def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
@@ -175,9 +183,11 @@ def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input
                 f"{str(asked)!r} names a module that never runs: {reason}. Name a module that is called: "
                 "gs.sites(model) lists them."
             )
+        if asked.where.kind != "op":  # in no graph, as was found above
+            return [_boundary(tree, asked.path, module, asked.where)]
         owners = [(asked.path, module)]
     if asked.where.kind != "op":
-        return [_boundary(tree, path, module, asked.where) for path, module in owners]
+        return [target for path, module in owners for target in _boundaries(tree, path, module, asked.where)]
     listed = zip(owners, ops([module for _, module in owners]), strict=True)
     found = [t for (path, m), there in listed for t in _ops_of(path, m, asked, there, must=not asked.is_glob)]
     if not found:
@@ -199,8 +209,11 @@ def _resolve_in_graph(root: GraphModule, at: One, side: Literal["output", "input
         )
     elif isinstance(at, re.Pattern):
         paths, asked = [path for path in stacks.calls if at.fullmatch(path)], f"the pattern {at.pattern!r}"
-    else:
+    elif callable(at):
         paths, asked = [path for path, module in called if at(path, module)], "the predicate"
+    else:
+        raise _no_place(at)
+    paths = [path for path in paths if stacks.passes_on(path)]
     if not paths:
         raise AddressError(f"{asked} matches nothing that this graph calls. gs.sites(model) lists every address.")
     return [target for path in paths for target in resolve_nodes(root, Address(path, Where(side)))]
@@ -256,6 +269,15 @@ def _try_ops(ops: Ops, owner: nn.Module) -> list[str]:
         return [op.name for op in ops([owner])[0]]
     except CaptureError:
         return []
+
+
+def _boundaries(tree: _Tree, path: str, module: nn.Module, where: Where) -> list[Target]:
+    """The place at a module's boundary, or those in the graph that the module is a part of."""
+    if tree.has_graphs and (inside := tree.graph_above(path)):
+        prefix, graph = inside
+        inner = path.removeprefix(prefix).removeprefix(".")
+        return resolve_nodes(graph, Address(inner, where), prefix)
+    return [_boundary(tree, path, module, where)]
 
 
 def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target:

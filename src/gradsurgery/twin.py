@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._torch import is_fsdp2
 from .errors import SurgeryError
-from .place import Graft
+from .place import Graft, Place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,9 +71,17 @@ def _register(module: nn.Module, copies: dict[int, Any]) -> None:
         return
     # A ScriptModule is held by TorchScript, which has no shallow copy: it is shared, like a tensor.
     shared = isinstance(module, torch.jit.ScriptModule)
-    copies[id(module)] = (module, module if shared else object.__new__(type(module)))
+    copies[id(module)] = (module, module if shared else _empty(module))
     for value in () if shared else module.__dict__.values():
         _find(value, copies)
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """A module of the same class without any state."""
+    cls = type(module)
+    if isinstance(module, torch.fx.GraphModule):
+        return cls.__new__(cls)  # each has a class of its own, which holds its code
+    return object.__new__(cls)  # type: ignore[no-any-return]  # a class may have a __new__ that asks for arguments
 
 
 def _find(value: Any, copies: dict[int, Any]) -> None:
@@ -102,6 +110,8 @@ def _remap(value: Any, copies: dict[int, Any]) -> Any:
             for place in value.places
         )
         return Graft(places, value.before, _remap(value.patched, copies))
+    if isinstance(value, Place):  # of an operator in the graph of a GraphModule
+        return value.with_operator(_remap(value._operator, copies))
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, _remap(value.__self__, copies))
     if type(value) is functools.partial:
