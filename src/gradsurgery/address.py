@@ -79,12 +79,12 @@ def parse(text: str, side: Literal["output", "input"] = "output") -> Address:
     Raises:
         AddressError: where ``text`` is not an address, or asks for the input side of an op.
     """
-    if "->" in text:
+    rest, element = _split_element(text.strip())
+    if "->" in rest:  # not in a key, which may be any text
         raise AddressError(
             f"{text!r} names an edge, what one module receives from another; edges cannot be operated on yet. "
             "Name the producer's output, or the consumer with side='input'."
         )
-    rest, element = _split_element(text.strip())
     path, colon, op = rest.partition(":")
     if any(part == "" for part in path.split(".")) and path:
         raise AddressError(f"{text!r} is no address: a module path has an empty name in it. An address is {_GRAMMAR}.")

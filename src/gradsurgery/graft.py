@@ -14,6 +14,7 @@ The footguns, each guarded below:
 * A ``forward`` patched on the instance shadows the class: it is taken off the instance while the graft is there.
 """
 
+import copy
 import functools
 import inspect
 import types
@@ -30,6 +31,7 @@ from .capture import sealed
 from .capture.code import compile_function
 from .capture.rewrite import OpEdit, rewrite
 from .errors import SurgeryError
+from .hiding import hiding, refuse_walks
 from .place import Graft, Place
 
 __all__ = ["graft_of", "is_plain", "regraft", "user_class", "without"]
@@ -60,12 +62,8 @@ def regraft(module: nn.Module, places: Iterable[Place]) -> None:
     old = graft_of(module)
     if old is None:
         graft = Graft(places, type(module), module.__dict__.get("forward"))
-    elif "forward" in module.__dict__ and _is_dressed(module):
-        raise SurgeryError(
-            f"another tool has wrapped the forward of this {user_class(module).__name__} since it was operated on, and "
-            "holds on to the operated one. Take that wrapper off first, then operate again or remove."
-        )
     else:
+        _refuse_wrapped(module)
         graft = Graft(places, old.before, old.patched)
     if graft.places:
         _dress(module, graft)
@@ -86,13 +84,27 @@ class without:  # noqa: N801 - a context manager, used like a function
 
     def __enter__(self) -> None:
         for module in self._modules:
-            _undress(module, module.__dict__["_gs_graft"])
+            _refuse_wrapped(module)
+        for module in self._modules:
+            graft = module.__dict__["_gs_graft"]
+            _undress(module, graft)
+            if graft.children:
+                overlays, core = _layers(type(module))
+                object.__setattr__(module, "__class__", _stack(overlays, core, _veiled(core)))
 
     def __exit__(self, *exception: object) -> None:
         for module in self._modules:
             graft = graft_of(module)
             if graft is not None:
                 _dress(module, graft)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    if "forward" in module.__dict__ and _is_dressed(module):
+        raise SurgeryError(
+            f"another tool has wrapped the forward of this {user_class(module).__name__} since it was operated on, and "
+            "holds on to the operated one. Take that wrapper off first, then operate again, disable or remove."
+        )
 
 
 def _dress(module: nn.Module, graft: Graft) -> None:
@@ -112,7 +124,8 @@ def _undress(module: nn.Module, graft: Graft) -> None:
 
 
 def _is_dressed(module: nn.Module) -> bool:
-    return "_gs_base" in _layers(type(module))[1].__dict__
+    core = _layers(type(module))[1].__dict__
+    return "_gs_base" in core and "_gs_veiled" not in core
 
 
 def _layers(cls: type) -> tuple[list[type], type]:
@@ -145,9 +158,9 @@ def _dressed(cls: type, forms: tuple[Form, ...], patch: Patch) -> type:
     overlays, core = _layers(cls)
     base: Any = _base(core)
     try:
-        generated = generated_class(base, forms, patch)
+        generated = generated_class(base, forms, patch, base.forward)
     except TypeError:  # a default in the patched signature cannot be hashed, and so not be cached
-        generated = generated_class.__wrapped__(base, forms, patch)
+        generated = generated_class.__wrapped__(base, forms, patch, base.forward)
     return _stack(overlays, core, generated)
 
 
@@ -158,7 +171,7 @@ def _patch_of(module: nn.Module, patched: Callable[..., Any] | None) -> Patch:
     is_method = getattr(patched, "__self__", None) is module and name != "forward"
     if is_method and getattr(user_class(module), name, None) is patched.__func__:  # type: ignore[attr-defined]
         return name
-    return inspect.signature(patched)
+    return sealed.signature(patched)
 
 
 class _StandIn(type):
@@ -178,51 +191,107 @@ def _stand_in(metaclass: Any) -> type:
 
 
 @functools.cache
-def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch = None) -> type[nn.Module]:
-    """The subclass of ``base`` whose forward runs through the places; one for all instances with the same places."""
+def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: Any) -> type[nn.Module]:
+    """The subclass of ``base`` whose forward runs through the places; one for all instances with the same places.
+
+    ``written`` is ``base.forward`` as it is now: it is part of the key, since people assign another to the class.
+    """
     patched = _patched_forward(base, patch)
     edits = tuple(
         OpEdit(where.op, where.call, _method(k)) for k, (where, _, _) in enumerate(forms) if where.kind == "op"
     )
     body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
-    forward = body.get("forward") or patched or base.forward
+    forward = body.get("forward") or patched or _as_method(base)
     inputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "input"]
     outputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "output"]
     if inputs or outputs:
-        graph = sealed.seal(forward, inputs, outputs)
+        chosen = any(where.kind == "input" and where.element for where, _, _ in forms)
+        graph = sealed.seal(forward, inputs, outputs, whole=chosen)
         body = {**body, sealed.KEPT: _renamed(forward, sealed.KEPT), "forward": sealed.define(graph, forward)}
         body["_gs_graph"] = graph
     elif patched is not None and not edits:
         body["forward"] = patched
     whole = bool(inputs) and not sealed.is_mirrored(body["_gs_graph"])
     for k, form in enumerate(forms):
-        body.update(_methods(k, form, whole))
-    if any(child for _, child, _ in forms) and issubclass(base, nn.Sequential | nn.ModuleList):
-        body.update(_container(base))
+        body.update(_methods(k, form, sealed.positional(forward) if whole else None))
+    if any(child for _, child, _ in forms):
+        refuse_walks(base)
+        body.update(hiding(base))
+    becomes = getattr(base, "cls_to_become", None)
+    if becomes is not None:  # a lazy module sets its class by itself, at its first forward
+        body["cls_to_become"] = generated_class(becomes, forms, patch, becomes.forward)
     cls: type[nn.Module]
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         reduced: Any = super(cls, self).__reduce_ex__(protocol)
-        make, args = reduced[:2]
+        make, args, *rest = reduced
         make, *args = [base if value is type(self) else value for value in (make, *args)]
-        return (_regraft, (forms, patch, make, tuple(args)), *reduced[2:])
+        state = (rest[0] if rest else None, _carried(self))
+        return (_regraft, (forms, patch, make, tuple(args)), state, *rest[1:])
 
+    def __setstate__(self: nn.Module, state: Any) -> None:
+        written, carried = state
+        if written is not None:
+            super(cls, self).__setstate__(written)
+        _receive(self, carried)
+
+    def copying(name: str) -> Callable[..., nn.Module]:
+        def copied(self: nn.Module, *memo: Any) -> nn.Module:
+            made: nn.Module = getattr(super(cls, self), name)(*memo)
+            if made.__dict__.get("_gs_graft") is None:
+                object.__setattr__(made, "__class__", _dressed(type(made), forms, patch))
+                _receive(made, copy.deepcopy(_carried(self), *memo) if memo else _carried(self))
+            return made
+
+        return copied
+
+    body |= {name: copying(name) for name in ("__copy__", "__deepcopy__") if hasattr(base, name)}
     body |= {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "__reduce_ex__": __reduce_ex__,
+        "__setstate__": __setstate__,
         "_gs_base": base,
     }
     try:
-        metaclass: Any = type(base)
-        cls = _stand_in(metaclass)(base.__name__, (base,), body)
+        cls = _extended(base, body)
     except TypeError as error:
         raise SurgeryError(
             f"the class {base.__qualname__} cannot be extended ({error}), so its instances cannot be operated on. "
             "Operate on the module that holds it, or on a child."
         ) from error
     return cls
+
+
+class _Quiet(nn.Module):
+    """Before a class whose ``__init_subclass__`` registers, checks or asks for options: a generated class is not news.
+
+    An ``nn.Module`` only so that instances have the same layout, without which their class could not be set.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        pass
+
+
+def _extended(base: Any, body: dict[str, Any]) -> type[nn.Module]:
+    metaclass: Any = type(base)
+    listens = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
+    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if listens else (base,), body)
+
+
+def _carried(module: nn.Module) -> tuple[Graft, dict[str, nn.Module]]:
+    """What a copy needs beside the state that the user's class chooses to keep."""
+    graft: Graft = module.__dict__["_gs_graft"]
+    return graft, {name: module._modules[name] for name in graft.children}  # type: ignore[misc]
+
+
+def _receive(module: nn.Module, carried: tuple[Graft, dict[str, nn.Module]]) -> None:
+    graft, operators = carried
+    for name, operator in operators.items():
+        module._modules.setdefault(name, operator)
+    module.__dict__.setdefault("_gs_graft", graft)
+    module.__dict__.update(dict.fromkeys(_live_names(graft), 0.0))
 
 
 def _regraft(forms: tuple[Form, ...], patch: Patch, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:
@@ -274,8 +343,11 @@ def is_plain(operator: nn.Module) -> bool:
     return type(operator) in _SCRIPTED
 
 
-def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
-    """The method that a place's value passes through, in Python and as TorchScript compiles it."""
+def _methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, Any]:
+    """The method that a place's value passes through, in Python and as TorchScript compiles it.
+
+    ``received`` names the positional parameters where the graph passes on all that the module receives.
+    """
     where, child, operator = form
     body: dict[str, Any] = {}
     if child is not None:
@@ -285,13 +357,15 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
         scripted = scripted.format(f"_gs_{k}_{coefficient}")
         if coefficient:
             body[f"_gs_{k}_{coefficient}"] = _Live(k, coefficient)
-    run = "run_received" if where.kind == "input" and whole else "run"
+    run = "run(self, x)"
+    if where.kind == "input" and received is not None:
+        run = f"run_received(self, x, {received!r})"
     source = (
         f"def {_method(k)}(self, x: Tensor) -> Tensor:\n"
         f"    if torch.jit.is_scripting():\n"
         f"        return {scripted}\n"
         f"    else:\n"
-        f"        return self._gs_graft.places[{k}].{run}(self, x)\n"
+        f"        return self._gs_graft.places[{k}].{run}\n"
     )
     # Without the module's __name__: Dynamo of torch 2.13 would look for torch and Tensor in that module.
     names = {"torch": torch, "Tensor": Tensor, **{n: v for n, v in vars(operators).items() if n != "__name__"}}
@@ -299,17 +373,31 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
     return body
 
 
-def _container(base: type[nn.Module]) -> dict[str, Any]:
-    """A container's length and iteration without the operators that are its children."""
+@functools.cache
+def _veiled(base: Any) -> type[nn.Module]:
+    """``base`` as it was, for a module that still has operators among its children, out of sight of its forward."""
+    body = {**hiding(base), "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return _extended(base, {**body, "_gs_base": base, "_gs_veiled": True})
 
-    def __iter__(self: nn.Module) -> Any:
-        hidden = self.__dict__["_gs_graft"].children
-        return iter([module for name, module in self._modules.items() if name not in hidden])
 
-    def __len__(self: nn.Module) -> int:
-        return len(self._modules) - len(self.__dict__["_gs_graft"].children)
+def _as_method(base: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class as a function of the module, also where it is a static method or no function at all."""
+    held = inspect.getattr_static(base, "forward")
+    if hasattr(type(held), "__get__") and not isinstance(held, staticmethod | classmethod):
+        return base.forward
+    bound: Any = base.forward
 
-    return {"__iter__": __iter__, "__len__": __len__}
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return bound(*args, **kwargs)
+
+    forward.__doc__ = bound.__doc__
+    forward.__signature__ = _with_self(sealed.signature(bound))  # type: ignore[attr-defined]
+    return forward
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
 def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] | None:
@@ -321,9 +409,7 @@ def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_gs_graft"].patched(*args, **kwargs)
 
-    forward.__signature__ = patch.replace(  # type: ignore[attr-defined]
-        parameters=[inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *patch.parameters.values()]
-    )
+    forward.__signature__ = _with_self(patch)  # type: ignore[attr-defined]
     return forward
 
 
@@ -331,11 +417,11 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The same function under another name: TorchScript compiles a method under its function's ``__name__``."""
     if not isinstance(function, types.FunctionType):
         return function
-    copy = types.FunctionType(
+    again = types.FunctionType(
         function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__annotations__ = function.__annotations__
-    copy.__dict__.update(function.__dict__)
-    copy.__qualname__ = function.__qualname__
-    return copy
+    again.__kwdefaults__ = function.__kwdefaults__
+    again.__annotations__ = function.__annotations__
+    again.__dict__.update(function.__dict__)
+    again.__qualname__ = function.__qualname__
+    return again

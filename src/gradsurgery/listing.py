@@ -44,7 +44,9 @@ def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments |
     outputs = outputs_on(root, arguments) if arguments is not None else None
     for path, module in walk(root):
         parent = child_of(root, path)
-        if not grammar.matches(asked.path, path) or runs_never(parent, module):
+        if isinstance(module, torch.jit.ScriptModule) or not grammar.matches(asked.path, path):
+            continue
+        if runs_never(parent, module):
             continue
         shape, dtype = (None, None) if outputs is None else outputs.get(id(module), (None, None))
         if outputs is None or id(module) in outputs:
@@ -72,7 +74,7 @@ def graph_sites(module: torch.fx.GraphModule, asked: grammar.Address) -> Iterato
     """The addresses in a GraphModule: what its graph calls, and what it has dissolved into ops."""
     stacks = Stacks(module.graph)
     for path in stacks.calls if asked.where.kind == "output" else ():
-        if grammar.matches(asked.path, path):
+        if grammar.matches(asked.path, path) and stacks.passes_on(path):
             yield Site(path, "module", _kind(stacks.kinds.get(path), module, path))
     for path, calls in stacks.ops.items() if asked.where.kind == "op" else ():
         nodes = max(calls.values(), key=len)

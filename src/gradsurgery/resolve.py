@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -17,7 +18,7 @@ from .errors import AddressError, CaptureError, closest
 from .graft import user_class, without
 from .graph_module import Stacks, resolve_nodes
 from .place import Target
-from .wrappers import child, walk
+from .wrappers import child, refuse_scripted, walk
 
 __all__ = ["At", "Ops", "ops_of_source", "resolve", "runs_never"]
 
@@ -60,6 +61,8 @@ def runs_never(parent: nn.Module | None, module: nn.Module) -> str | None:
     """Why a module's forward never runs, where that is known without running it."""
     if isinstance(parent, nn.MultiheadAttention) and parent._modules.get("out_proj") is module:
         return "nn.MultiheadAttention reads the weight of its out_proj and never calls it"
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     if user_class(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         return f"a {user_class(module).__name__} has no forward: its children are called one by one"
     return None
@@ -83,10 +86,15 @@ class _Tree:
     def at(self, path: str) -> nn.Module | None:
         module: nn.Module | None = self.root
         for name in path.split(".") if path else ():
+            refuse_scripted(module, path)
             module = child(module, name)  # type: ignore[arg-type]
             if module is None:
                 return None
         return module
+
+    @cached_property
+    def has_graphs(self) -> bool:
+        return any(isinstance(module, GraphModule) for _, module in self.all)
 
     def graph_above(self, path: str) -> tuple[str, GraphModule] | None:
         """The first GraphModule on the way to a path: the rest of the path is for its graph to know."""
@@ -143,13 +151,17 @@ def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Op
     elif callable(at) and not isinstance(at, type):
         found, asked = tree.that_run(at), "the predicate"
     else:
-        raise AddressError(
-            f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
-            "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
-        )
+        raise _no_place(at)
     if not found:
         raise AddressError(f"{asked} matches no module that runs here. {tree.types()}")
-    return [_boundary(tree, path, module, Where(side)) for path, module in found]
+    return [target for path, module in found for target in _boundaries(tree, path, module, Where(side))]
+
+
+def _no_place(at: object) -> AddressError:
+    return AddressError(
+        f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
+        "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
+    )
 
 
 def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
@@ -171,9 +183,11 @@ def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input
                 f"{str(asked)!r} names a module that never runs: {reason}. Name a module that is called: "
                 "gs.sites(model) lists them."
             )
+        if asked.where.kind != "op":  # in no graph, as was found above
+            return [_boundary(tree, asked.path, module, asked.where)]
         owners = [(asked.path, module)]
     if asked.where.kind != "op":
-        return [_boundary(tree, path, module, asked.where) for path, module in owners]
+        return [target for path, module in owners for target in _boundaries(tree, path, module, asked.where)]
     listed = zip(owners, ops([module for _, module in owners]), strict=True)
     found = [t for (path, m), there in listed for t in _ops_of(path, m, asked, there, must=not asked.is_glob)]
     if not found:
@@ -195,8 +209,11 @@ def _resolve_in_graph(root: GraphModule, at: One, side: Literal["output", "input
         )
     elif isinstance(at, re.Pattern):
         paths, asked = [path for path in stacks.calls if at.fullmatch(path)], f"the pattern {at.pattern!r}"
-    else:
+    elif callable(at):
         paths, asked = [path for path, module in called if at(path, module)], "the predicate"
+    else:
+        raise _no_place(at)
+    paths = [path for path in paths if stacks.passes_on(path)]
     if not paths:
         raise AddressError(f"{asked} matches nothing that this graph calls. gs.sites(model) lists every address.")
     return [target for path in paths for target in resolve_nodes(root, Address(path, Where(side)))]
@@ -254,15 +271,25 @@ def _try_ops(ops: Ops, owner: nn.Module) -> list[str]:
         return []
 
 
+def _boundaries(tree: _Tree, path: str, module: nn.Module, where: Where) -> list[Target]:
+    """The place at a module's boundary, or those in the graph that the module is a part of."""
+    if tree.has_graphs and (inside := tree.graph_above(path)):
+        prefix, graph = inside
+        inner = path.removeprefix(prefix).removeprefix(".")
+        return resolve_nodes(graph, Address(inner, where), prefix)
+    return [_boundary(tree, path, module, where)]
+
+
 def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target:
     """The place at a module's boundary, handed down by every ``nn.Sequential`` to the child that is there."""
     hops, last = 0, where.kind == "output"
     while _is_plain_sequential(module):
         name = list(module._modules)[-1 if last else 0]
         inner = child(module, name)
-        if inner is None or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+        if inner is None or isinstance(inner, torch.jit.ScriptModule) or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
             break
         module, hops = inner, hops + 1
+    refuse_scripted(module, path)
     return Target(module, path, where, hops)
 
 

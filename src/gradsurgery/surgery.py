@@ -258,7 +258,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
         model: the operated model, also through its wrapper.
     """
     modules = list(bare(model).modules())
-    nodes = [module for module in modules if isinstance(module, NodePlace)]
+    nodes = [module for module in modules if isinstance(module, NodePlace) and module.active]
     with without(modules):
         try:
             for node in nodes:

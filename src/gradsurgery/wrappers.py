@@ -9,7 +9,7 @@ from torch import nn
 from ._torch import is_fsdp2, wrapped_attribute
 from .errors import SurgeryError
 
-__all__ = ["HOLDER", "bare", "child", "owns_parameters", "walk"]
+__all__ = ["HOLDER", "bare", "child", "owns_parameters", "refuse_scripted", "walk"]
 
 HOLDER = "gradsurgery"
 """The child of a ``GraphModule`` that holds the operators of its graph."""
@@ -26,6 +26,19 @@ def bare(model: Any) -> nn.Module:
         model = getattr(model, attribute)
         _refuse(model)
     return model
+
+
+def refuse_scripted(module: nn.Module | None, path: str) -> None:
+    """Refuse a part of a model that TorchScript has compiled.
+
+    Raises:
+        SurgeryError: where ``module`` is a ``ScriptModule``.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SurgeryError(
+            f"{path!r} is, or is inside of, a TorchScript module, whose forward is compiled already. "
+            "Operate on the nn.Module that it was made from, then script or trace that; or on the module that calls it."
+        )
 
 
 def owns_parameters(model: nn.Module) -> str | None:
@@ -50,6 +63,8 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def child(module: nn.Module, name: str) -> nn.Module | None:
     """The child of that name as the user knows it, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     found = module._modules.get(name)
     while found is not None and (attribute := wrapped_attribute(found)) is not None:
         found = getattr(found, attribute)
@@ -59,6 +74,8 @@ def child(module: nn.Module, name: str) -> nn.Module | None:
 def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
     above = (*above, id(module))
+    if isinstance(module, torch.jit.ScriptModule):
+        return
     hidden = _operators_of(module)
     for name in module._modules:
         found = child(module, name)
