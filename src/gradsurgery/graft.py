@@ -29,7 +29,7 @@ from ._torch import is_overlay
 from .address import Where
 from .capture import sealed
 from .capture.code import compile_function
-from .capture.rewrite import OpEdit, rewrite
+from .capture.rewrite import EdgeEdit, OpEdit, rewrite
 from .errors import SurgeryError
 from .hiding import hiding, refuse_walks
 from .place import Graft, Place
@@ -197,9 +197,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     ``written`` is ``base.forward`` as it is now: it is part of the key, since people assign another to the class.
     """
     patched = _patched_forward(base, patch)
-    edits = tuple(
-        OpEdit(where.op, where.call, _method(k)) for k, (where, _, _) in enumerate(forms) if where.kind == "op"
-    )
+    edits = tuple(_edit(where, _method(k)) for k, (where, _, _) in enumerate(forms) if where.kind in ("op", "edge"))
     body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
     forward = body.get("forward") or patched or _as_method(base)
     inputs = [_method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "input"]
@@ -292,6 +290,12 @@ def _receive(module: nn.Module, carried: tuple[Graft, dict[str, nn.Module]]) -> 
         module._modules.setdefault(name, operator)
     module.__dict__.setdefault("_gs_graft", graft)
     module.__dict__.update(dict.fromkeys(_live_names(graft), 0.0))
+
+
+def _edit(where: Where, method: str) -> OpEdit | EdgeEdit:
+    if where.kind == "edge":
+        return EdgeEdit(where.source, (where.op, where.call), method)
+    return OpEdit(where.op, where.call, method)
 
 
 def _regraft(forms: tuple[Form, ...], patch: Patch, make: Callable[..., nn.Module], args: tuple[Any, ...]) -> nn.Module:

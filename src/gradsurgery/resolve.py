@@ -183,6 +183,11 @@ def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input
                 f"{str(asked)!r} names a module that never runs: {reason}. Name a module that is called: "
                 "gs.sites(model) lists them."
             )
+        if asked.where.kind == "edge":
+            there = ops([module])[0]
+            for name, call in (asked.where.source, (asked.where.op, asked.where.call)):
+                _ops_of(asked.path, module, Address(asked.path, Where("op", (), name, call)), there, must=True)
+            return [Target(module, asked.path, asked.where)]
         if asked.where.kind != "op":  # in no graph, as was found above
             return [_boundary(tree, asked.path, module, asked.where)]
         owners = [(asked.path, module)]
@@ -286,7 +291,12 @@ def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target
     while _is_plain_sequential(module):
         name = list(module._modules)[-1 if last else 0]
         inner = child(module, name)
-        if inner is None or isinstance(inner, torch.jit.ScriptModule) or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+        if (
+            inner is None
+            or isinstance(inner, torch.jit.ScriptModule)
+            or runs_never(module, inner)
+            or tree.names[id(inner)] > tree.names[id(module)]
+        ):
             break
         module, hops = inner, hops + 1
     refuse_scripted(module, path)

@@ -22,6 +22,7 @@ from .unit import Unit
 # Their functions are ops to whoever reads a forward, not parts of it.
 _CLOSED = frozenset({"torch", "numpy", "einops", "triton", "typing_extensions"}) | sys.stdlib_module_names
 
+
 class Anatomy:
     """The functions of the forward of one class, the root first.
 
@@ -135,4 +136,3 @@ def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef | ast.GeneratorExp):
             yield node
             yield from _own_nodes(node)
-

@@ -92,9 +92,9 @@ class Names:
         if isinstance(node, ast.Name) and node.id in self.bound:
             # A name in the middle of its own definition (``i = i + 1``) is what its other definitions make of it.
             values = [value for value, _ in self.bound[node.id]]
-            return node.id in _open or (bool(values) and all(
-                value is not None and self.is_number(value, _open | {node.id}) for value in values
-            ))
+            return node.id in _open or (
+                bool(values) and all(value is not None and self.is_number(value, _open | {node.id}) for value in values)
+            )
         return False
 
     def is_tensor(self, node: ast.expr, _open: frozenset[str] = frozenset()) -> bool:

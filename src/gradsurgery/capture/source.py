@@ -125,9 +125,7 @@ def unwrap(function: Any) -> tuple[list[Function], Function]:
 def rebuild(wrappers: list[Function], old: Function, new: Function) -> Function:
     """The same wrappers around another function: the closure cell that held the old one holds the new one."""
     for wrapper in reversed(wrappers):
-        closure = tuple(
-            types.CellType(new) if _holds(cell, old) else cell for cell in wrapper.__closure__ or ()
-        )
+        closure = tuple(types.CellType(new) if _holds(cell, old) else cell for cell in wrapper.__closure__ or ())
         made = Function(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
         made.__kwdefaults__ = wrapper.__kwdefaults__
         dress(made, wrapper, wrapper.__qualname__.rpartition(".")[0], new.__name__)
