@@ -80,6 +80,8 @@ def graph_sites(module: torch.fx.GraphModule, asked: grammar.Address) -> Iterato
         nodes = max(calls.values(), key=len)
         names = [name_in(node, path) for node in nodes]
         for k, name in enumerate(names):
+            if not nodes[k].users:
+                continue
             if grammar.matches(asked.path, path) and grammar.matches(asked.where.op, name.replace(".", "_")):
                 call = names[:k].count(name) if names.count(name) > 1 else None
                 yield Site(grammar.Where("op", (), name, call).text(path), "op", name)
