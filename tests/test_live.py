@@ -155,28 +155,22 @@ def sharded(model: Any) -> nn.Module:
     return fully_shard(model)
 
 
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model, find_unused_parameters=True)  # a stop-gradient leaves some unused
+
+
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "DDP": DistributedDataParallel,
+    "DDP": ddp,
     "FSDP2": sharded,
-    "compiled DDP": lambda m: torch.compile(DistributedDataParallel(m), backend="aot_eager"),
-    "DDP of compiled": lambda m: DistributedDataParallel(torch.compile(m, backend="aot_eager")),
+    "compiled DDP": lambda m: torch.compile(ddp(m), backend="aot_eager"),
+    "DDP of compiled": lambda m: ddp(torch.compile(m, backend="aot_eager")),
 }
-
-
-def wrapped(name: str) -> Callable[[nn.Module], nn.Module]:
-    def wrap(model: nn.Module) -> nn.Module:
-        # The stop-gradient leaves parameters unused, and DDP wants to be told so.
-        if "DDP" in name:
-            return WRAPPED[name](model) if name != "DDP" else DistributedDataParallel(model, find_unused_parameters=True)
-        return WRAPPED[name](model)
-
-    return wrap
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped(name: str) -> None:
-    live(wrapped(name))
+    live(WRAPPED[name])
 
 
 @pytest.mark.usefixtures("alone")

@@ -286,7 +286,12 @@ def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target
     while _is_plain_sequential(module):
         name = list(module._modules)[-1 if last else 0]
         inner = child(module, name)
-        if inner is None or isinstance(inner, torch.jit.ScriptModule) or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+        if (
+            inner is None
+            or isinstance(inner, torch.jit.ScriptModule)
+            or runs_never(module, inner)
+            or tree.names[id(inner)] > tree.names[id(module)]
+        ):
             break
         module, hops = inner, hops + 1
     refuse_scripted(module, path)
