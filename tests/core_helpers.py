@@ -110,7 +110,7 @@ def factors(plain: nn.Module, operated: nn.Module, *args: Any, **kwargs: Any) ->
 
 
 def snapshot(model: nn.Module) -> list[Any]:
-    """Everything about a model that an exact undo gives back: classes by identity, every entry of every ``__dict__``."""
+    """Everything about a model that an exact undo gives back: classes by identity, each entry of a ``__dict__``."""
     rows: list[Any] = []
     for name, module in model.named_modules():
         held = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in module.__dict__.items()}

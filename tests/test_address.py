@@ -107,7 +107,11 @@ FORMS = [
     ("predicate", lambda name, module: name.endswith("fc"), ["blocks.0.fc", "blocks.1.fc"]),
     ("predicate on the module", lambda name, module: getattr(module, "out_features", 0) == 2, ["head"]),
     ("pattern", re.compile(r"blocks\.\d"), ["blocks.0", "blocks.1"]),
-    ("pattern matches whole paths", re.compile(r"blo.*"), [f"blocks.{k}{s}" for k in (0, 1) for s in ("", ".fc", ".norm", ".act")]),
+    (
+        "pattern matches whole paths",
+        re.compile(r"blo.*"),
+        [f"blocks.{k}{s}" for k in (0, 1) for s in ("", ".fc", ".norm", ".act")],
+    ),
     ("list", ["head", "stem"], ["stem", "head"]),
     ("nested list", [["stem", ("head",)], [nn.LayerNorm]], ["stem", "blocks.0.norm", "blocks.1.norm", "head"]),
     ("each place once", ["stem", "st*", re.compile("stem"), "stem"], ["stem"]),
@@ -188,13 +192,15 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("at", "sequence", "hidden"), ELEMENTS)
 def test_elements(at: str, sequence: dict[str, float], hidden: dict[str, float]) -> None:
     for which, right in (("sequence", sequence), ("hidden", hidden)):
-        plain, model = (seeded(lambda: Recurrent(which)) for _ in range(2))
+        plain, model = (seeded(lambda which=which: Recurrent(which)) for _ in range(2))
         gs.insert_grl(model, at, 0.5)
         assert factors(plain, model, torch.randn(2, 5, 3)) == right
         assert paths(model) == [at]
 
 
-@pytest.mark.parametrize(("at", "words"), [("lstm[5]", r"\[0\], \[1\]"), ("lstm['h']", r"\[0\], \[1\]"), ("lstm[0][0]", "a tensor")])
+@pytest.mark.parametrize(
+    ("at", "words"), [("lstm[5]", r"\[0\], \[1\]"), ("lstm['h']", r"\[0\], \[1\]"), ("lstm[0][0]", "a tensor")]
+)
 def test_elements_that_are_not_there(at: str, words: str) -> None:
     model = seeded(lambda: Recurrent("sequence"))
     gs.insert_grl(model, at)
@@ -245,11 +251,12 @@ def test_sites_print_the_strings_that_work(name: str) -> None:
         ran = {operation.address for operation in gs.operations(model) if operation.runs}
         assert len(gs.operations(model)) == len(listed)
         for site in listed:
-            try:
+            # A Sequential and its last child are one place, and the first removal takes both operators away.
+            there = {operation.address for operation in gs.operations(model)}
+            if site.address in there:
                 gs.remove(model, site.address)
-            except gs.AddressError:
-                # A Sequential and its last child are one place, and one removal took both away.
-                assert isinstance(model.get_submodule(site.address), nn.Sequential) or "." in site.address
+        gone = {operation.address for operation in gs.operations(model)}
+        assert gone == set()
         assert gs.operations(model) == []
         assert torch.equal(model(x), y)
     assert len(ran) > 0.8 * len(listed)
@@ -263,7 +270,7 @@ def test_sites_of_a_pattern() -> None:
     model = seeded()
     assert [site.address for site in gs.sites(model, "blocks.*")] == ["blocks.0", "blocks.1"]
     assert list(gs.sites(model, "nothing")) == []
-    assert gs.sites(model, "stem")[0].source.startswith("linear.py:")
+    assert gs.sites(model, "stem")[0].source.rpartition(":")[0].endswith("linear.py")
 
 
 def test_sites_are_the_same_after_surgery() -> None:

@@ -1,4 +1,4 @@
-"""Every bad input is a ``SurgeryError`` that says what was asked, what is there and what to do; the model is untouched."""
+"""Bad input is a ``SurgeryError`` that says what was asked, what is there, what to do; the model is untouched."""
 
 import re
 from collections.abc import Callable
@@ -55,12 +55,22 @@ AT_ONCE: list[tuple[str, Call, type[Exception], list[str]]] = [
     ("one wrong of two", lambda m: gs.insert_grl(m, ["stem", "nope"]), gs.AddressError, ["'nope'"]),
     ("a broken address", lambda m: gs.insert_grl(m, "stem[x]"), gs.AddressError, ["'stem[x]'", "PATH"]),
     ("an edge", lambda m: gs.insert_grl(m, "stem -> blocks"), gs.AddressError, ["'stem -> blocks'", "side='input'"]),
-    ("expect", lambda m: gs.insert_grl(m, nn.LayerNorm, expect=3), gs.AddressError, ["exactly 3", "names 2", "blocks.0"]),
+    (
+        "expect",
+        lambda m: gs.insert_grl(m, nn.LayerNorm, expect=3),
+        gs.AddressError,
+        ["exactly 3", "names 2", "blocks.0"],
+    ),
     ("out_proj", lambda m: gs.insert_grl(m, "attention.out_proj"), gs.AddressError, ["out_proj", "never", "weight"]),
     ("out_proj itself", lambda m: gs.insert_grl(m, m.attention.out_proj), gs.AddressError, ["out_proj", "never"]),
     ("a ModuleList", lambda m: gs.insert_grl(m, "layers"), gs.AddressError, ["'layers'", "ModuleList", "no forward"]),
     ("what does not run", lambda m: gs.insert_grl(m, "unused", example=X), gs.AddressError, ["'unused'", "never ran"]),
-    ("one of two does not run", lambda m: gs.insert_grl(m, ["stem", "unused"], example=X), gs.AddressError, ["'unused'"]),
+    (
+        "one of two does not run",
+        lambda m: gs.insert_grl(m, ["stem", "unused"], example=X),
+        gs.AddressError,
+        ["'unused'"],
+    ),
     ("the input of an op", lambda m: gs.insert_grl(m, "stem:linear", side="input"), gs.AddressError, ["no input side"]),
     ("remove where nothing is", lambda m: gs.remove(m), gs.AddressError, ["nothing was inserted"]),
     ("remove at", lambda m: gs.remove(m, "stem"), gs.AddressError, ["nothing was inserted", "'stem'"]),
@@ -155,7 +165,11 @@ def test_no_model(make: Callable[[], Any], words: list[str], call: str) -> None:
 
 
 WHEN_RUN: list[tuple[str, Call, list[str]]] = [
-    ("another shape", lambda m: gs.insert_transform(m, "stem", lambda v: v[:, :2]), ["straight_through", "shape", "(5, 2)"]),
+    (
+        "another shape",
+        lambda m: gs.insert_transform(m, "stem", lambda v: v[:, :2]),
+        ["straight_through", "shape", "(5, 2)"],
+    ),
     ("no tensor", lambda m: gs.insert_transform(m, "stem", lambda v: 3), ["straight_through", "int"]),
     ("a None", lambda m: gs.insert_transform(m, "stem", lambda v: None), ["straight_through", "None"]),
     ("no floating tensor", lambda m: gs.insert_grl(m, "count"), ["no floating-point", "Choose"]),
@@ -168,15 +182,16 @@ WHEN_RUN: list[tuple[str, Call, list[str]]] = [
 
 @pytest.mark.parametrize("with_example", [False, True])
 @pytest.mark.parametrize(("call", "words"), [c[1:] for c in WHEN_RUN], ids=[c[0] for c in WHEN_RUN])
-def test_refused_when_it_runs(call: Call, words: list[str], with_example: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_when_it_runs(
+    call: Call, words: list[str], with_example: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A value is known at the forward only; with an example that is the insertion, and then the model is untouched."""
     model = seeded(Model)
     before, y = snapshot(model), model(X).detach()
+    if with_example:
+        give_example(monkeypatch)
     with pytest.raises(gs.OperatorError) as caught:
-        if with_example:
-            call(WithExample(model, monkeypatch))
-        else:
-            call(model)(X)
+        call(model)(X)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     if not with_example:
         gs.remove(model)
@@ -184,11 +199,10 @@ def test_refused_when_it_runs(call: Call, words: list[str], with_example: bool, 
     assert torch.equal(model(X), y)
 
 
-def WithExample(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:  # noqa: N802
+def give_example(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("insert_grl", "insert_transform"):
         plain = getattr(gs, name)
         monkeypatch.setattr(gs, name, lambda *args, _plain=plain, **kwargs: _plain(*args, example=X, **kwargs))
-    return model
 
 
 def test_an_example_on_which_the_model_itself_fails() -> None:

@@ -2,13 +2,12 @@
 
 import abc
 import copy
-import functools
 import gc
 import io
 import pickle
 import subprocess
 import sys
-import types
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 import torch
 from core_helpers import Net, assert_untouched, chain, factors, seeded, snapshot, step
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
 
 import gradsurgery as gs
 
@@ -105,8 +103,6 @@ class Forwarding(nn.Module):
 
 
 class Agreeable(nn.Tanh):
-    """Has every attribute."""
-
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name.startswith("_") else None
 
@@ -138,20 +134,14 @@ class NewNeedsArguments(nn.Tanh):
 class Getstate(nn.Tanh):
     def __init__(self) -> None:
         super().__init__()
-        self.cache = threading_lock()
+        self.cache = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "cache"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.cache = threading_lock()
-
-
-def threading_lock() -> Any:
-    import threading
-
-    return threading.Lock()
+        self.cache = threading.Lock()
 
 
 class OwnState(nn.Tanh):

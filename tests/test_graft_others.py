@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from core_helpers import assert_untouched, chain, factors, seeded, snapshot, step
+from core_helpers import assert_untouched, chain, factors, snapshot, step
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -242,7 +242,7 @@ def test_lazy_modules_keep_their_operator_when_they_change_class(name: str, with
     copies = [copy.deepcopy(model)] if name == "LazyLinear" else []  # torch cannot copy a lazy buffer
     for one in (model, *copies):
         one(X)
-        one.load_state_dict({n: v for n, v in plain.state_dict().items()})
+        one.load_state_dict(dict(plain.state_dict().items()))
         assert isinstance(one[1], becomes)
         right = {"0": -0.5, "1": -0.5 if side == "output" else 1.0, "2": 1.0}
         assert factors(plain, one, X) == right
@@ -269,7 +269,7 @@ def test_a_lazy_module_that_first_runs_while_disabled() -> None:
     model = gs.insert_grl(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1)), "0", 0.5)
     with gs.disabled(model):
         model(X)
-    y, grads = step(model, X)
+    _y, grads = step(model, X)
     model.zero_grad()
     with gs.disabled(model):
         _, plain = step(model, X)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from core_helpers import Net, chain, factors, seeded, step
+from core_helpers import seeded, step
 from torch import Tensor, fx, nn
 
 import gradsurgery as gs
@@ -160,130 +160,6 @@ def test_listed_addresses_work(form: str) -> None:
     same(model, seeded())
 
 
-class Twice(nn.Module):
-    """One module called twice, and a shared one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.inner = nn.Linear(3, 3), Inner()
-        self.again = self.inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(self.a(x)))
-
-
-class Inner(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * 2)
-
-
-@each_form
-def test_a_module_that_is_called_twice(form: str) -> None:
-    model = gs.insert_grl(FORMS[form](seeded(Twice)), "inner", 0.5)
-    assert factors(seeded(Twice), model, X)["a"] == 0.25
-    gs.remove(model)
-    gs.insert_scale_gradient(model, "inner", 0.5, side="input")
-    assert factors(seeded(Twice), model, X)["a"] == 0.25
-
-
-class Several(nn.Module):
-    """A part with several values in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.part = nn.Linear(3, 3), nn.Linear(3, 3), Part()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.part({"p": self.a(x), "q": (self.b(x),)})
-        return out["sum"] + out["both"][1]
-
-
-class Part(nn.Module):
-    def forward(self, held: dict[str, Any]) -> dict[str, Any]:
-        p, (q,) = held["p"], held["q"]
-        return {"sum": p + q, "both": (p * 2, q * 4)}
-
-
-@each_form
-@pytest.mark.parametrize("side", ["output", "input"])
-def test_several_values(form: str, side: str) -> None:
-    model = gs.insert_grl(FORMS[form](seeded(Several)), "part", 0.5, side=side)
-    assert factors(seeded(Several), model, X) == {"a": -0.5, "b": -0.5}
-
-
-class InPlaceInside(nn.Module):
-    """A part that goes on working in place on the value that it returns, and on the one that it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.part, self.b = nn.Linear(3, 3), InPlacePart(), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(x) * 2
-        h.add_(1)
-        return self.b(self.part(h))
-
-
-class InPlacePart(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * 2
-        y.mul_(4)
-        torch.relu_(y)
-        return y
-
-
-@each_form
-@pytest.mark.parametrize("side", ["output", "input"])
-def test_in_place_ops_after_the_value(form: str, side: str) -> None:
-    model = gs.insert_grl(FORMS[form](seeded(InPlaceInside)), "part", 0.5, side=side)
-    got = factors(seeded(InPlaceInside), model, X)
-    assert got == {"a": -0.5, "b": 1.0}
-
-
-@pytest.mark.parametrize("at", ["part", "part.0", "part.*", re.compile(r"part\.\d"), nn.Tanh])
-def test_a_graph_as_part_of_an_ordinary_model(at: Any) -> None:
-    def make() -> nn.Module:
-        model = nn.ModuleDict({"a": nn.Linear(3, 3), "part": fx.symbolic_trace(chain(nn.Tanh()))})
-        return OfParts(model["a"], model["part"])
-
-    plain, model = seeded(make), seeded(make)
-    code = model.part.code
-    gs.insert_grl(model, at, 0.5)
-    listed = [o.address for o in gs.operations(model)]
-    assert all(path.startswith("part") for path in listed)
-    assert factors(plain, model, X)["a"] in (-0.5, -0.125)
-    with gs.disabled(model):
-        assert set(factors(plain, model, X).values()) == {1.0}
-    twin = gs.insert_grl(model, "a", 4.0, inplace=False)
-    assert len(gs.operations(twin)) == len(listed) + 1
-    for path in listed:
-        gs.remove(model, path)  # every listed address is one that can be removed
-    assert model.part.code == code
-    assert set(factors(plain, model, X).values()) == {1.0}
-    assert len(gs.operations(twin)) == len(listed) + 1
-
-
-class OfParts(nn.Module):
-    def __init__(self, a: nn.Module, part: nn.Module) -> None:
-        super().__init__()
-        self.a, self.part = a, part
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.part(self.a(x))
-
-
-def test_a_graph_that_has_lost_its_module_stack_is_refused() -> None:
-    model = pickle.loads(pickle.dumps(fx.symbolic_trace(seeded())))
-    for node in model.graph.nodes:
-        node.meta.pop("nn_module_stack", None)
-    code = model.code
-    with pytest.raises(gs.CaptureError, match="nn_module_stack"):
-        gs.insert_grl(model, "blocks.0")
-    assert model.code == code
-    gs.insert_grl(model, "stem", 0.5)  # what the graph calls is there
-    same(model, reference("stem", "output"))
-
-
 BAD: list[tuple[Any, str]] = [
     ("steem", "'stem'"), ("nope*", "'nope*'"), (nn.Conv2d, "Conv2d"), (lambda n, m: False, "predicate"), (3, "int"),
     (re.compile("x"), "'x'"), (nn.Linear(3, 3), "Linear"), (["stem", "nope"], "'nope'"), ("stem[0].x", "no address"),
@@ -305,5 +181,3 @@ def test_bad_places(form: str, at: Any, words: str) -> None:
         gs.remove(model)
     assert model.code == code
     assert [n for n, _ in model.named_modules()] == names
-
-

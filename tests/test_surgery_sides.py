@@ -149,7 +149,9 @@ class Walker(nn.Module):
 LAYERS = {
     "plain": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
     "nested": lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Sequential(Block(), nn.Linear(4, 4)))),
-    "a Sequential first": lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(4, 4), Block())), nn.Linear(4, 4)),
+    "a Sequential first": lambda: nn.Sequential(
+        nn.Sequential(nn.Sequential(nn.Linear(4, 4), Block())), nn.Linear(4, 4)
+    ),
 }
 
 

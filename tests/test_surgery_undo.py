@@ -1,11 +1,8 @@
 """All or nothing, removal, the twin, disabling, the input side, Sequentials."""
 
-import copy
-
 import pytest
-import timm
 import torch
-from core_helpers import Net, assert_untouched, chain, factors, seeded, snapshot, step
+from core_helpers import Net, assert_untouched, factors, seeded, snapshot, step
 from torch import Tensor, nn
 
 import gradsurgery as gs
@@ -200,7 +197,7 @@ def test_a_twin_of_an_operated_model_has_coefficients_of_its_own() -> None:
     assert [o.runs for o in gs.operations(twin)] == [0, 0]
     gs.operations(twin)[0].operator.lambd = 4.0
     assert factors(plain, model, X) == PLAIN | {"stem": -0.5}
-    y, g = step(twin, X)
+    _y, g = step(twin, X)
     assert torch.equal(g["stem.weight"], step(plain, X)[1]["stem.weight"] * -8)
     gs.remove(twin)
     assert [o.address for o in gs.operations(model)] == ["stem"]
@@ -246,13 +243,10 @@ def test_surgery_while_disabled_counts_afterwards() -> None:
         gs.remove(model, "stem")
         gs.insert_grl(model, "head", 0.5)
     assert [o.address for o in gs.operations(model)] == ["head"]
-    assert factors(plain, model, X) == {name: -0.5 for name in PLAIN}
+    assert factors(plain, model, X) == dict.fromkeys(PLAIN, -0.5)
     with gs.disabled(model):
         gs.insert_scale_gradient(model, "head", 2)
-        copied = copy.deepcopy(model)
-    assert factors(plain, model, X) == {name: -1.0 for name in PLAIN}
-    assert len(gs.operations(copied)) == 2
-    assert factors(plain, copied, X) in ({name: -1.0 for name in PLAIN}, PLAIN)
+    assert factors(plain, model, X) == dict.fromkeys(PLAIN, -1.0)
 
 
 # --- operations ------------------------------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     def __setstate__(self: nn.Module, state: Any) -> None:
         written, carried = state
         if written is not None:
-            super(cls, self).__setstate__(written)
+            super(cls, self).__setstate__(written)  # type: ignore[misc]
         _receive(self, carried)
 
     def copying(name: str) -> Callable[..., nn.Module]:

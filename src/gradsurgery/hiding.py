@@ -1,11 +1,13 @@
 """An operator with state is a child of the module it operates on, and is no layer of it: forwards do not meet it.
 
-It is a child so that ``.to()``, ``.train()``, ``state_dict()``, optimizers and every tool reach it. A forward that walks
-the children of its module (``for layer in self``, ``self.children()``, ``self.items()``) would run it as one more layer.
+It is a child so that ``.to()``, ``.train()``, ``state_dict()``, optimizers and every tool reach it. A forward that
+walks the children of its module (``for layer in self``, ``self.children()``, ``self.items()``) would run it as one more
+layer.
 """
 
 import contextlib
 import dis
+import itertools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +43,7 @@ def refuse_walks(base: type[nn.Module]) -> None:
 
 def _walks(code: types.CodeType) -> bool:
     steps = list(dis.get_instructions(code))
-    for step, after in zip(steps, steps[1:], strict=False):
+    for step, after in itertools.pairwise(steps):
         if step.argval == "_modules" and step.opname.startswith("LOAD_ATTR"):
             called = after.opname == "GET_ITER" or after.opname.startswith(("CALL", "PRECALL"))
             if called or (after.opname.startswith("LOAD_") and after.argval in _WALKS):
@@ -49,7 +51,7 @@ def _walks(code: types.CodeType) -> bool:
     return any(isinstance(inner, types.CodeType) and _walks(inner) for inner in code.co_consts)
 
 
-def hiding(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def hiding(base: Any) -> dict[str, Callable[..., Any]]:
     """Methods of a generated subclass of ``base`` that leave the operators among the children out."""
 
     def named_children(self: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -75,7 +77,12 @@ def hiding(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
             operator.train(mode)
         return base.train(self, mode)
 
-    body = {"named_children": named_children, "_apply": _apply, "apply": apply, "train": train}
+    body: dict[str, Callable[..., Any]] = {
+        "named_children": named_children,
+        "_apply": _apply,
+        "apply": apply,
+        "train": train,
+    }
     if not issubclass(base, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return body
 
@@ -84,7 +91,7 @@ def hiding(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
     def __delitem__(self: Any, key: Any) -> None:
         with _shown_alone(self):
-            base.__delitem__(self, key)  # type: ignore[attr-defined]
+            base.__delitem__(self, key)
 
     body |= {"__len__": __len__, "__delitem__": __delitem__}
     if issubclass(base, nn.ModuleDict):
@@ -96,9 +103,9 @@ def hiding(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
     def __getitem__(self: Any, key: Any) -> Any:
         if not isinstance(key, slice):
-            return base.__getitem__(self, key)  # type: ignore[attr-defined]
+            return base.__getitem__(self, key)
         with _shown_alone(self):
-            return base.__getitem__(self, key)  # type: ignore[attr-defined]
+            return base.__getitem__(self, key)
 
     return body | {"__iter__": __iter__, "__getitem__": __getitem__}
 

@@ -77,9 +77,11 @@ def graph_sites(module: torch.fx.GraphModule, asked: grammar.Address) -> Iterato
         if grammar.matches(asked.path, path) and stacks.passes_on(path):
             yield Site(path, "module", _kind(stacks.kinds.get(path), module, path))
     for path, calls in stacks.ops.items() if asked.where.kind == "op" else ():
-        nodes = max(calls.values(), key=len)
+        nodes = max(map(list, calls.values()), key=len)
         names = [name_in(node, path) for node in nodes]
         for k, name in enumerate(names):
+            if not nodes[k].users:
+                continue
             if grammar.matches(asked.path, path) and grammar.matches(asked.where.op, name.replace(".", "_")):
                 call = names[:k].count(name) if names.count(name) > 1 else None
                 yield Site(grammar.Where("op", (), name, call).text(path), "op", name)

@@ -38,14 +38,14 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
         )
     if any(_is_lazy(module) for module in root.modules()):
         raise SurgeryError(
-            "inplace=False was asked for a model with a lazy module that has not run yet, whose parameters are still to "
-            "be made and could be made once only. Run the model once first, or leave inplace=False off."
+            "inplace=False was asked for a model with a lazy module that has not run yet, whose parameters are still "
+            "to be made and could be made once only. Run the model once first, or leave inplace=False off."
         )
     copies: dict[int, Any] = {}
     _register(root, copies)
     for original, copy in [pair for pair in copies.values() if pair[0] is not pair[1]]:
         copy.__dict__.update({name: _remap(value, copies) for name, value in original.__dict__.items()})
-        for name, slot in _slots(type(original)):
+        for _name, slot in _slots(type(original)):
             with contextlib.suppress(AttributeError):  # a slot that is empty
                 slot.__set__(copy, _remap(slot.__get__(original), copies))
         # It compiles the call of the original, and nn.Module leaves it out of its own copies too.
@@ -56,7 +56,7 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
 
 
 def _is_lazy(module: nn.Module) -> bool:
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _slots(cls: type) -> Iterator[tuple[str, Any]]:
@@ -81,7 +81,7 @@ def _empty(module: nn.Module) -> nn.Module:
     cls = type(module)
     if isinstance(module, torch.fx.GraphModule):
         return cls.__new__(cls)  # each has a class of its own, which holds its code
-    return object.__new__(cls)  # type: ignore[no-any-return]  # a class may have a __new__ that asks for arguments
+    return object.__new__(cls)  # a class may have a __new__ that asks for arguments
 
 
 def _find(value: Any, copies: dict[int, Any]) -> None:
