@@ -1,6 +1,7 @@
 """The grammar of addresses: how a place in a model is written down, and what a written address says.
 
-An address is ``PATH[:OP[@CALL]][ELEMENT]...``, or two without elements and an arrow between. Nothing here looks at a model: see :mod:`gradsurgery.resolve`.
+An address is ``PATH[:OP[@CALL]][ELEMENT]...``, or two without elements and an arrow between. Nothing here looks at a
+model: see :mod:`gradsurgery.resolve`.
 
 ========================  =====================================================================
 ``layer3``                the output of a module, whoever calls it

@@ -252,6 +252,12 @@ def _ops_of(path: str, owner: nn.Module, asked: Address, there: list[Op], must: 
             f"{str(asked)!r} names call {call} of {name!r}, but {owner_name} calls it {len(same)} "
             f"time{'s' if len(same) > 1 else ''}, counted from 0: {calls_there}."
         )
+    if call is not None and call != grammar.ALL_CALLS and not all(op.certain for op in same):
+        raise CaptureError(
+            f"{str(asked)!r} names call {call} of {name!r}, but which of its calls run in {owner_name}, and in which "
+            f"order, cannot be told without running it: {calls_there}. Pass example=... with inputs of the model, name "
+            f"all of them with '{path}:{name}@*', or operate on the output of a module."
+        )
     return [Target(owner, path, asked.where)]
 
 

@@ -39,8 +39,8 @@ def counts() -> ast.expr:
 def received(unit: Unit, node: Any, slots: list[int], provided: dict[str, Any]) -> ast.expr:
     """An expression that computes the same, with what it receives over an edge operated on.
 
-    Of ``x += y`` it is the expression for ``y``. All operands are evaluated before the first of them is looked at: which call of a name this is can be told only
-    when the calls inside its own operands are over.
+    Of ``x += y`` it is the expression for ``y``. All operands are evaluated before the first of them is looked at:
+    which call of a name this is can be told only when the calls inside its own operands are over.
     """
     known = [unit.module(), counts(), ast.Tuple([ast.Constant(slot) for slot in slots], ast.Load())]
     if isinstance(node, ast.AugAssign):

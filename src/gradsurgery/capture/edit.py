@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CaptureError
-from .edges import call, counts, gs, received
+from .edges import call, counts, received
 from .flow import Site
 from .inplace import is_read, overwritten, read_after, same_again
 from .unit import HELPER_SELF, Reach, Unit
