@@ -60,7 +60,7 @@ def test_grammar(text: str, path: str, where: Where) -> None:
         ("a:b@x", "names no op"),
         ("a:b@-1", "names no op"),
         ("a:b c", "names no op"),
-        ("a -> b", "edge"),
+        ("a -> b -> c", "edge"),
     ],
 )
 def test_no_address(text: str, words: str) -> None:

@@ -57,7 +57,8 @@ def list_ops(module: nn.Module) -> list[Op]:
     trace by torch.fx with every child a leaf tells in which order the ops run in the present mode. Where that fails
     too, the list is that of the source: one round of every loop, every ``x + y`` that is not known to add numbers, and
     every branch but those that the module's own attributes rule out as they are now. Such a list can hold more than
-    what runs, so that the index of an op may be another when the forward runs: it is then not ``certain``. A name that it holds once is safe without an index,
+    what runs, so that the index of an op may be another when the forward runs: it is then not ``certain``. A name that
+    it holds once is safe without an index,
     since an edit of a bare name makes sure that it runs once.
 
     Raises:
