@@ -131,7 +131,7 @@ def attempt(
             except CaptureError as error:
                 if "in this call" not in str(error):
                     raise
-                reached.append(f"not in {'train' if training else 'eval'}")
+                reached.append(f"not in {'train' if training else 'eval'}: {error}")
                 continue
             finally:
                 model.load_state_dict(state)
@@ -140,7 +140,7 @@ def attempt(
             if passed[training]:
                 reached.append("ok")
         if "ok" not in reached:
-            return "refused", "the op runs in neither mode"
+            return "refused", "; ".join(reached) or "no value passed the operator"
         return "reached", ", ".join(reached)
     except CaptureError as error:
         return "refused", str(error)
