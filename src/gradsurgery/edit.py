@@ -9,8 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .errors import OperatorError
-from .graft import graft_of, is_plain, regraft
+from .graft import graft_of, regraft
 from .graph_module import insert_node, remove_nodes
+from .methods import is_plain
 from .place import Place, Target
 
 __all__ = ["Insertion", "commit", "withdraw"]

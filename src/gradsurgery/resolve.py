@@ -2,9 +2,7 @@
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,13 +12,14 @@ from torch.fx import GraphModule
 from . import address as grammar
 from .address import Address, Where
 from .capture.record import Op, list_ops
-from .errors import AddressError, CaptureError, closest
+from .errors import AddressError, CaptureError
 from .graft import user_class, without
 from .graph_module import Stacks, resolve_nodes
 from .place import Target
-from .wrappers import child, refuse_scripted, walk
+from .tree import Tree, runs_never
+from .wrappers import child, children, refuse_scripted
 
-__all__ = ["At", "Ops", "ops_of_source", "resolve", "runs_never"]
+__all__ = ["At", "Ops", "ops_of_source", "resolve"]
 
 One: TypeAlias = str | type[nn.Module] | nn.Module | re.Pattern[str] | Callable[[str, nn.Module], bool]
 At: TypeAlias = One | list[Any] | tuple[Any, ...]
@@ -52,71 +51,9 @@ def resolve(
         AddressError: where something in ``at`` names no place.
         CaptureError: where the ops of a forward cannot be listed.
     """
-    tree = _Tree(root)
+    tree = Tree(root)
     targets = [target for one in _each(at) for target in _resolve_one(tree, one, side, ops)]
     return list({target.key: target for target in reversed(targets)}.values())[::-1]
-
-
-def runs_never(parent: nn.Module | None, module: nn.Module) -> str | None:
-    """Why a module's forward never runs, where that is known without running it."""
-    if isinstance(parent, nn.MultiheadAttention) and parent._modules.get("out_proj") is module:
-        return "nn.MultiheadAttention reads the weight of its out_proj and never calls it"
-    if isinstance(module, torch.jit.ScriptModule):
-        return None
-    if user_class(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-        return f"a {user_class(module).__name__} has no forward: its children are called one by one"
-    return None
-
-
-class _Tree:
-    """The modules of a model by path; walked only when a question needs all of them, which a plain path does not."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-
-    @cached_property
-    def all(self) -> list[tuple[str, nn.Module]]:
-        return list(walk(self.root))
-
-    @cached_property
-    def names(self) -> Counter[int]:
-        """How many names each module has."""
-        return Counter(id(module) for _, module in self.all)
-
-    def at(self, path: str) -> nn.Module | None:
-        module: nn.Module | None = self.root
-        for name in path.split(".") if path else ():
-            refuse_scripted(module, path)
-            module = child(module, name)  # type: ignore[arg-type]
-            if module is None:
-                return None
-        return module
-
-    @cached_property
-    def has_graphs(self) -> bool:
-        return any(isinstance(module, GraphModule) for _, module in self.all)
-
-    def graph_above(self, path: str) -> tuple[str, GraphModule] | None:
-        """The first GraphModule on the way to a path: the rest of the path is for its graph to know."""
-        names = path.split(".") if path else []
-        for taken in range(len(names) + 1):
-            prefix = ".".join(names[:taken])
-            if isinstance(module := self.at(prefix), GraphModule):
-                return prefix, module
-        return None
-
-    def runs_never(self, path: str, module: nn.Module) -> str | None:
-        return runs_never(self.at(path.rpartition(".")[0]) if path else None, module)
-
-    def that_run(self, keep: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-        return [(path, m) for path, m in self.all if keep(path, m) and not self.runs_never(path, m)]
-
-    def near(self, asked: str) -> str:
-        return closest(asked, (path for path, _ in self.all if path)) + ". gs.sites(model) lists every address."
-
-    def types(self) -> str:
-        names = list(dict.fromkeys(user_class(module).__name__ for _, module in self.all))
-        return "Modules there are of the types " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") + "."
 
 
 def _each(at: At) -> Iterator[One]:
@@ -129,7 +66,7 @@ def _each(at: At) -> Iterator[One]:
         yield at
 
 
-def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+def _resolve_one(tree: Tree, at: One, side: Literal["output", "input"], ops: Ops) -> list[Target]:
     if isinstance(tree.root, GraphModule):
         return _resolve_in_graph(tree.root, at, side)
     if isinstance(at, str):
@@ -164,7 +101,7 @@ def _no_place(at: object) -> AddressError:
     )
 
 
-def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+def _resolve_address(tree: Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
     owners: list[tuple[str, nn.Module]]
     if asked.is_glob:
         owners = tree.that_run(lambda path, m: grammar.matches(asked.path, path))
@@ -261,7 +198,7 @@ def _ops_of(path: str, owner: nn.Module, asked: Address, there: list[Op], must: 
     return [Target(owner, path, asked.where)]
 
 
-def _node_name(tree: _Tree, asked: Address, side: str, ops: Ops) -> list[Target]:
+def _node_name(tree: Tree, asked: Address, side: str, ops: Ops) -> list[Target]:
     """An address that torchvision's feature extraction would print: ``layer1.0.relu_1`` is ``layer1.0:relu@1``."""
     owner_path, _, node = asked.path.rpartition(".")
     owner = tree.at(owner_path)
@@ -282,7 +219,7 @@ def _try_ops(ops: Ops, owner: nn.Module) -> list[str]:
         return []
 
 
-def _boundaries(tree: _Tree, path: str, module: nn.Module, where: Where) -> list[Target]:
+def _boundaries(tree: Tree, path: str, module: nn.Module, where: Where) -> list[Target]:
     """The place at a module's boundary, or those in the graph that the module is a part of."""
     if tree.has_graphs and (inside := tree.graph_above(path)):
         prefix, graph = inside
@@ -291,12 +228,11 @@ def _boundaries(tree: _Tree, path: str, module: nn.Module, where: Where) -> list
     return [_boundary(tree, path, module, where)]
 
 
-def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target:
+def _boundary(tree: Tree, path: str, module: nn.Module, where: Where) -> Target:
     """The place at a module's boundary, handed down by every ``nn.Sequential`` to the child that is there."""
     hops, last = 0, where.kind == "output"
     while _is_plain_sequential(module):
-        name = list(module._modules)[-1 if last else 0]
-        inner = child(module, name)
+        inner = child(module, children(module)[-1 if last else 0])
         if (
             inner is None
             or isinstance(inner, torch.jit.ScriptModule)
@@ -312,7 +248,7 @@ def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target
 def _is_plain_sequential(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Sequential)
-        and len(module._modules) > 0
+        and len(children(module)) > 0
         and user_class(module).forward is nn.Sequential.forward
         and "forward" not in module.__dict__
     )

@@ -9,7 +9,7 @@ from torch import nn
 from ._torch import is_fsdp2, wrapped_attribute
 from .errors import SurgeryError
 
-__all__ = ["HOLDER", "bare", "child", "owns_parameters", "refuse_scripted", "walk"]
+__all__ = ["HOLDER", "bare", "child", "children", "owns_parameters", "refuse_scripted", "walk"]
 
 HOLDER = "gradsurgery"
 """The child of a ``GraphModule`` that holds the operators of its graph."""
@@ -71,15 +71,20 @@ def child(module: nn.Module, name: str) -> nn.Module | None:
     return found
 
 
+def children(module: nn.Module) -> list[str]:
+    """The names of the children as the user knows them: without the operators."""
+    hidden = _operators_of(module)
+    return [name for name in module._modules if name not in hidden]
+
+
 def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
     above = (*above, id(module))
     if isinstance(module, torch.jit.ScriptModule):
         return
-    hidden = _operators_of(module)
-    for name in module._modules:
+    for name in children(module):
         found = child(module, name)
-        if found is not None and name not in hidden and id(found) not in above:
+        if found is not None and id(found) not in above:
             yield from _walk(f"{path}.{name}" if path else name, found, above)
 
 

@@ -15,6 +15,9 @@ from .code import compile_function
 KEPT = "_gs_forward"
 """The name under which a generated class keeps the forward that it stands in front of."""
 
+COUNT_CHANGES, REFUSE_CHANGES = "_gs_count_changes", "_gs_refuse_changes"
+"""Methods around the kept forward where what it receives was operated on: it must not be changed in place."""
+
 
 def seal(
     forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], whole: bool = False
@@ -80,7 +83,10 @@ def _mirror(
     ]
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
+    before = graph.call_method(COUNT_CHANGES, (module, *received)) if inputs else None
     value = graph.call_method(KEPT, (module, *received))
+    if inputs:
+        graph.call_method(REFUSE_CHANGES, (module, *received, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     graph.output(value, annotations.get("return"))
@@ -93,7 +99,10 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
     for method in inputs:
         received = graph.call_method(method, (module, received))
+    before = graph.call_method(COUNT_CHANGES, (module, received)) if inputs else None
     value = graph.call_function(call_kept, (module, received))
+    if inputs:
+        graph.call_method(REFUSE_CHANGES, (module, received, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     graph.output(value)
