@@ -47,6 +47,8 @@ UNDONE = {
 @pytest.mark.parametrize("name", UNDONE)
 def test_undo_is_exact(name: str, side: str) -> None:
     plain, model = seeded(), seeded()
+    for block in (*plain.blocks, *model.blocks):
+        block.act.inplace = side == "output"  # the input of a module that changes it in place is refused, see below
     before = snapshot(model)
     for at in UNDONE[name]:
         gs.insert_grl(model, at, 0.5, side=side)
@@ -56,6 +58,15 @@ def test_undo_is_exact(name: str, side: str) -> None:
     gs.remove(model)
     assert_untouched(before, model)
     assert factors(plain, model, X) == PLAIN
+
+
+def test_an_input_that_is_changed_in_place_is_refused() -> None:
+    model = seeded()
+    gs.insert_grl(model, "blocks.0.act", side="input")
+    with pytest.raises(gs.OperatorError, match="in\\s+place"):
+        model(X)
+    with torch.no_grad():  # nothing is copied where nothing can be wrong
+        assert torch.equal(model(X), seeded()(X))
 
 
 def test_remove_by_place_glob_type_and_module() -> None:

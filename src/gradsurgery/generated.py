@@ -76,7 +76,7 @@ class StandIn(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return cls._gsbase_of(*args, **kwargs)  # type: ignore[attr-defined]
+        return cls._gs_base(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     for k, form in enumerate(forms):
         body.update(methods(k, form, sealed.positional(forward) if whole else None))
     if inputs:
-        around = {sealed.COUNT_CHANGES: count_changes, sealed.REFUSE_CHANGES: refuse_changes}
+        around: dict[str, Any] = {sealed.COUNT_CHANGES: count_changes, sealed.REFUSE_CHANGES: refuse_changes}
         body |= {name: renamed(function, name) for name, function in around.items()}
     if any(child for _, child, _ in forms):
         refuse_walks(base)
