@@ -1,0 +1,105 @@
+"""One place of one network, operated on by the package and held against the hand-written reference.
+
+``check`` answers with one line per broken promise; an empty list is a pass.
+"""
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+import gradsurgery as gs
+
+from ._reference import Call, Step, anatomy, hooked, identity_faults, met, same_output, step
+
+LAMBD = 0.5
+
+Untouched = dict[bool, Step]
+"""The untouched network's step, by mode: True is train."""
+
+
+def untouched(pristine: nn.Module, call: Call) -> Untouched:
+    """What the network does before anybody touches it, in eval and then in train."""
+    model = copy.deepcopy(pristine)
+    return {training: step(model, call, training) for training in (False, True)}
+
+
+def _named(kind: str, faults: list[str]) -> list[str]:
+    return [f"{kind}: {len(faults)} of them, {faults[:3]}"] if faults else []
+
+
+def _mode_faults(subject: nn.Module, reference: nn.Module, call: Call, training: bool, plain: Step) -> list[str]:
+    mode = "train" if training else "eval"
+    right, got = step(reference, call, training), step(subject, call, training)
+    faults = [] if same_output(right.output, plain.output) else [f"{mode}: the reference moved the forward"]
+    if right.gradient_faults(plain) == []:
+        faults.append(f"{mode}: vacuous, the reference changes no gradient")
+    if not same_output(got.output, plain.output):
+        faults.append(f"{mode}: forward differs")
+    faults += _named(f"{mode}: gradients differ", got.gradient_faults(right))
+    return faults + _named(f"{mode}: buffers differ", got.buffer_faults(plain))
+
+
+def _undo_faults(subject: nn.Module, before: dict[str, object]) -> list[str]:
+    after = anatomy(subject)
+    return _named("undo leaves a trace", [name for name in before if after.get(name) != before[name]])
+
+
+def check(
+    pristine: nn.Module,
+    path: str,
+    call: Call,
+    plain: Untouched,
+    insert: Callable[[nn.Module, str], object] | None = None,
+) -> list[str]:
+    """The promises broken by a reversal of strength 0.5 at ``path`` of a copy of ``pristine``."""
+    insert = insert or (lambda model, at: gs.insert_grl(model, at, lambd=LAMBD))
+    subject, reference = copy.deepcopy(pristine), hooked(copy.deepcopy(pristine), path)
+    before, storage = anatomy(subject), [(id(p), p.data_ptr()) for p in subject.parameters()]
+    faults: list[str] = []
+    insert(subject, path)
+    gs.remove(subject)
+    faults += _undo_faults(subject, before)
+
+    if insert(subject, path) is not subject:
+        faults.append("insertion returned another object")
+    faults += identity_faults(pristine, subject)
+    if storage != [(id(p), p.data_ptr()) for p in subject.parameters()]:
+        faults.append("a parameter was copied")
+    operated = [name for name, (kind, *_) in anatomy(subject).items() if kind is not before[name][0]]
+    if any(met(pristine, name) != met(pristine, path) for name in operated):
+        faults.append(f"classes changed at {operated[:4]}")
+    if not gs.operations(subject):
+        faults.append("operations() is empty after an insertion")
+    for training in (False, True):
+        faults += _mode_faults(subject, reference, call, training, plain[training])
+    del reference
+
+    gs.remove(subject)
+    if gs.operations(subject):
+        faults.append("operations() is not empty after remove")
+    faults += _undo_traces(subject, pristine, before)
+    return faults + _undone_runs(subject, pristine, call, plain)
+
+
+def _undo_traces(subject: nn.Module, pristine: nn.Module, before: dict[str, tuple[type, tuple[str, ...], int]]) -> list[str]:
+    """After steps a network may hold caches of its own, so only class, hooks and new names of ours are traces."""
+    after = anatomy(subject)
+    wrong = [name for name in before if after[name][0] is not before[name][0] or after[name][2] != before[name][2]]
+    wrong += [f"{name}: {key}" for name, (_, keys, _) in after.items() for key in keys
+              if key not in before[name][1] and "gs" in key.lower().strip("_").split("_")]
+    return _named("undo leaves a trace after steps", wrong)
+
+
+def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Untouched) -> list[str]:
+    subject.load_state_dict(pristine.state_dict(), strict=True)
+    non_persistent = dict(pristine.named_buffers())
+    for name, buffer in subject.named_buffers():
+        buffer.data.copy_(non_persistent[name])
+    faults = []
+    for training in (False, True):
+        got, mode = step(subject, call, training), "train" if training else "eval"
+        if not same_output(got.output, plain[training].output):
+            faults.append(f"undone, {mode}: forward differs")
+        faults += _named(f"undone, {mode}: gradients differ", got.gradient_faults(plain[training]))
+    return faults
