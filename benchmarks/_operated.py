@@ -93,9 +93,10 @@ def _undo_traces(subject: nn.Module, pristine: nn.Module, before: dict[str, tupl
 
 def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Untouched) -> list[str]:
     subject.load_state_dict(pristine.state_dict(), strict=True)
-    non_persistent = dict(pristine.named_buffers())
-    for name, buffer in subject.named_buffers():
-        buffer.data.copy_(non_persistent[name])
+    for name, buffer in pristine.named_buffers():  # the non-persistent ones too, but for those made anew by a forward
+        mine = subject.get_buffer(name)
+        if mine.shape == buffer.shape:
+            mine.data.copy_(buffer)
     faults = []
     for training in (False, True):
         got, mode = step(subject, call, training), "train" if training else "eval"
