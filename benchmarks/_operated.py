@@ -82,12 +82,18 @@ def check(
     return faults + _undone_runs(subject, pristine, call, plain)
 
 
-def _undo_traces(subject: nn.Module, pristine: nn.Module, before: dict[str, tuple[type, tuple[str, ...], int]]) -> list[str]:
+def _undo_traces(
+    subject: nn.Module, pristine: nn.Module, before: dict[str, tuple[type, tuple[str, ...], int]]
+) -> list[str]:
     """After steps a network may hold caches of its own, so only class, hooks and new names of ours are traces."""
     after = anatomy(subject)
     wrong = [name for name in before if after[name][0] is not before[name][0] or after[name][2] != before[name][2]]
-    wrong += [f"{name}: {key}" for name, (_, keys, _) in after.items() for key in keys
-              if key not in before[name][1] and "gs" in key.lower().strip("_").split("_")]
+    wrong += [
+        f"{name}: {key}"
+        for name, (_, keys, _) in after.items()
+        for key in keys
+        if key not in before[name][1] and "gs" in key.lower().strip("_").split("_")
+    ]
     return _named("undo leaves a trace after steps", wrong)
 
 

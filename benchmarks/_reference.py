@@ -95,16 +95,21 @@ def same_output(one: Any, other: Any) -> bool:
 # --- the operation, by hand -----------------------------------------------------------------------------------------
 
 
+def fresh(x: Tensor) -> Tensor:
+    """The value of ``x`` in memory of its own, with the strides of ``x``."""
+    holes = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    if holes:  # an expanded tensor cannot be written to in its own strides
+        return x.clone()
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
 class _Scaled(torch.autograd.Function):
-    """The value of x in a fresh tensor with the strides of x; a gradient times ``factor``."""
+    """The value of x in a fresh tensor; a gradient times ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        holes = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
-        if holes:  # an expanded tensor cannot be written to in its own strides
-            return x.clone()
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+        return fresh(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -187,7 +192,9 @@ def step(model: nn.Module, call: Call, training: bool, seed: int = 3) -> Step:
     model.zero_grad(set_to_none=True)
     seed_all(seed)
     output, inputs = call(model)
-    objective(output).backward()
+    loss = objective(output)
+    if loss.requires_grad:
+        loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     gradients |= {f"{INPUT}{name}": leaf.grad for name, leaf in inputs.items()}
     detached = mapped(Tensor.detach, output)
@@ -242,8 +249,15 @@ def spread(candidates: list[str], count: int, seed: str) -> list[str]:
 def anatomy(model: nn.Module) -> dict[str, tuple[type, tuple[str, ...], int]]:
     """Per module: its class, the names in its ``__dict__`` and its number of hooks. Undo gives back exactly this."""
     return {
-        name: (type(module), tuple(module.__dict__), sum(len(value) for key, value in vars(module).items()
-                                                         if key.endswith("_hooks") and hasattr(value, "__len__")))
+        name: (
+            type(module),
+            tuple(module.__dict__),
+            sum(
+                len(value)
+                for key, value in vars(module).items()
+                if key.endswith("_hooks") and hasattr(value, "__len__")
+            ),
+        )
         for name, module in model.named_modules(remove_duplicate=False)
     }
 
@@ -263,11 +277,20 @@ def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
         if not isinstance(other, kind):
             faults.append(f"isinstance of {name!r}")
         if (type(other).__name__, type(other).__qualname__, type(other).__module__) != (
-            kind.__name__, kind.__qualname__, kind.__module__):
+            kind.__name__,
+            kind.__qualname__,
+            kind.__module__,
+        ):
             faults.append(f"class name of {name!r}")
-        lost = [m for m in dir(kind) if m != "forward" and callable(getattr(kind, m)) and not m.startswith("__")
-                and getattr(type(other), m, None) is not getattr(kind, m)
-                and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)]
+        lost = [
+            m
+            for m in dir(kind)
+            if m != "forward"
+            and callable(getattr(kind, m))
+            and not m.startswith("__")
+            and getattr(type(other), m, None) is not getattr(kind, m)
+            and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)
+        ]
         if lost:
             faults.append(f"methods {lost[:3]} of {name!r}")
     for model in (after, before):

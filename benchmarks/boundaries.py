@@ -84,8 +84,14 @@ def family_lines(family: str, name: str, count: int) -> list[dict[str, Any]]:
     lines = []
     for path in spread(candidates, count, family):
         start = time.perf_counter()
-        line = {"family": family, "model": name, "input": size, "place": path, "of": len(candidates),
-                "module": type(pristine.get_submodule(path)).__name__}
+        line = {
+            "family": family,
+            "model": name,
+            "input": size,
+            "place": path,
+            "of": len(candidates),
+            "module": type(pristine.get_submodule(path)).__name__,
+        }
         try:
             line["faults"] = check(pristine, path, call, plain)
         except Exception as error:
@@ -133,7 +139,8 @@ def main() -> int:
                     tqdm.write(f"{line['model']} at {line['place']!r}: {line['faults']}")
     lines = [line for family in wanted for line in measured[family]]
     exact = [family for family in wanted if not any(line["faults"] for line in measured[family])]
-    print(f"{len(exact)} of {len(wanted)} families exact, {sum(not line['faults'] for line in lines)} of {len(lines)} places")
+    right = sum(not line["faults"] for line in lines)
+    print(f"{len(exact)} of {len(wanted)} families exact, {right} of {len(lines)} places")
     return 0 if len(exact) == len(wanted) else 1
 
 

@@ -71,7 +71,7 @@ def training_step(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) 
 
 
 def step_ratio(pairs: int = 60, batch: int = 8, size: int = 128) -> tuple[float, float, float]:
-    """Median ratios of resnet18's step with a reversal at layer3, and of a second untouched copy; the step's seconds."""
+    """Median ratios of resnet18's step with a reversal at layer3, and of a second untouched copy; its seconds."""
     seed_all(0)
     plain = timm.create_model("resnet18")
     again, operated = copy.deepcopy(plain), gs.insert_grl(copy.deepcopy(plain), "layer3")
@@ -97,11 +97,15 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     first, later, extractor, stayed = insertion()
     quicker = extractor / later
-    print(f"ViT-L/16 at {AT}: insertion {later * 1e6:.0f} us (the first {first * 1e3:.2f} ms), timm's fx extractor "
-          f"{extractor:.2f} s, {quicker:,.0f} times quicker; no parameter or buffer copied: {'yes' if stayed else 'NO'}")
+    print(
+        f"ViT-L/16 at {AT}: insertion {later * 1e6:.0f} us (the first {first * 1e3:.2f} ms), timm's fx extractor "
+        f"{extractor:.2f} s, {quicker:,.0f} times quicker; no parameter or buffer copied: {'yes' if stayed else 'NO'}"
+    )
     ratio, floor, usual = step_ratio(options.pairs)
-    print(f"resnet18 step with a reversal at layer3: {ratio:.3f} of the untouched one ({usual * 1e3:.0f} ms), "
-          f"where a second untouched copy takes {floor:.3f}")
+    print(
+        f"resnet18 step with a reversal at layer3: {ratio:.3f} of the untouched one ({usual * 1e3:.0f} ms), "
+        f"where a second untouched copy takes {floor:.3f}"
+    )
     return 0 if quicker >= QUICKER and stayed and ratio <= SLOWER else 1
 
 

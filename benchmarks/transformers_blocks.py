@@ -22,13 +22,24 @@ import gradsurgery as gs
 from ._reference import Call, enliven, hooked, same_output, seed_all, step
 
 CHECKPOINTING: dict[str, dict[str, bool] | None] = {
-    "off": None, "on": {"use_reentrant": False}, "reentrant": {"use_reentrant": True},
+    "off": None,
+    "on": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
 }
 LAMBD = 0.5
 
 _TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
-_BART = {"vocab_size": 99, "d_model": 32, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4,
-         "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64}
+_BART = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "encoder_layers": 4,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+}
 _END = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
@@ -86,47 +97,121 @@ def _image(generator: torch.Generator) -> dict[str, Tensor]:
 
 CASES = [
     Case("BertForSequenceClassification", lambda: transformers.BertConfig(**_TEXT), _text, "bert.encoder.layer.2"),
-    Case("LlamaForCausalLM", lambda: transformers.LlamaConfig(**_TEXT, **_END, num_key_value_heads=2, attention_dropout=0.1),
-         _text, "model.layers.2"),
-    Case("GPT2LMHeadModel", lambda: transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=4, n_head=4, **_END),
-         _text, "transformer.h.2"),
-    Case("T5ForConditionalGeneration",
-         lambda: transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=4, num_decoder_layers=4,
-                                       num_heads=4, decoder_start_token_id=0),
-         _pair, "encoder.block.2"),
-    Case("ViTForImageClassification",
-         lambda: transformers.ViTConfig(**{k: v for k, v in _TEXT.items() if k != "vocab_size"}, image_size=16,
-                                        patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1),
-         _image, "vit.layers.2"),
-    Case("CLIPModel",
-         lambda: transformers.CLIPConfig(
-             text_config=_TEXT | {"projection_dim": 16, "eos_token_id": 98, "max_position_embeddings": 16},
-             vision_config={k: v for k, v in _TEXT.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 4},
-             projection_dim=16),
-         lambda generator: _text(generator) | _image(generator), "vision_model.encoder.layers.2"),
-    Case("WhisperForConditionalGeneration",
-         lambda: transformers.WhisperConfig(**{
-             k: v for k, v in _BART.items() if k != "max_position_embeddings"}, num_mel_bins=8, max_source_positions=20,
-             max_target_positions=20, decoder_start_token_id=1, begin_suppress_tokens=None, suppress_tokens=None, **_END),
-         lambda generator: {"input_features": torch.randn(2, 8, 40, generator=generator),
-                            "decoder_input_ids": _ids(generator, 5)},
-         "model.decoder.layers.2"),
-    Case("Wav2Vec2ForCTC",
-         lambda: transformers.Wav2Vec2Config(**_TEXT, conv_dim=(16, 16), conv_kernel=(10, 3), conv_stride=(5, 2),
-                                             num_feat_extract_layers=2, num_conv_pos_embeddings=4,
-                                             num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0),
-         lambda generator: {"input_values": torch.randn(2, 400, generator=generator)}, "wav2vec2.encoder.layers.2", input_gradient=False),
-    Case("MixtralForCausalLM",
-         lambda: transformers.MixtralConfig(**_TEXT, **_END, num_key_value_heads=2, num_local_experts=4,
-                                            output_router_logits=True, router_jitter_noise=0.1),
-         _text, "model.layers.2"),
-    Case("MambaForCausalLM",
-         lambda: transformers.MambaConfig(vocab_size=99, hidden_size=32, state_size=4, num_hidden_layers=4, **_END),
-         _text, "backbone.layers.2"),
-    Case("BartForConditionalGeneration", lambda: transformers.BartConfig(**_BART, decoder_start_token_id=1, **_END),
-         _pair, "model.encoder.layers.2"),
-    Case("Qwen3ForCausalLM", lambda: transformers.Qwen3Config(**_TEXT, **_END, head_dim=8, num_key_value_heads=2),
-         _text, "model.layers.2"),
+    Case(
+        "LlamaForCausalLM",
+        lambda: transformers.LlamaConfig(**_TEXT, **_END, num_key_value_heads=2, attention_dropout=0.1),
+        _text,
+        "model.layers.2",
+    ),
+    Case(
+        "GPT2LMHeadModel",
+        lambda: transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=4, n_head=4, **_END),
+        _text,
+        "transformer.h.2",
+    ),
+    Case(
+        "T5ForConditionalGeneration",
+        lambda: transformers.T5Config(
+            vocab_size=99,
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=4,
+            num_decoder_layers=4,
+            num_heads=4,
+            decoder_start_token_id=0,
+        ),
+        _pair,
+        "encoder.block.2",
+    ),
+    Case(
+        "ViTForImageClassification",
+        lambda: transformers.ViTConfig(
+            **{k: v for k, v in _TEXT.items() if k != "vocab_size"},
+            image_size=16,
+            patch_size=4,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        ),
+        _image,
+        "vit.layers.2",
+    ),
+    Case(
+        "CLIPModel",
+        lambda: transformers.CLIPConfig(
+            text_config=_TEXT | {"projection_dim": 16, "eos_token_id": 98, "max_position_embeddings": 16},
+            vision_config={k: v for k, v in _TEXT.items() if k != "vocab_size"} | {"image_size": 16, "patch_size": 4},
+            projection_dim=16,
+        ),
+        lambda generator: _text(generator) | _image(generator),
+        "vision_model.encoder.layers.2",
+    ),
+    Case(
+        "WhisperForConditionalGeneration",
+        lambda: transformers.WhisperConfig(
+            **{k: v for k, v in _BART.items() if k != "max_position_embeddings"},
+            num_mel_bins=8,
+            max_source_positions=20,
+            max_target_positions=20,
+            decoder_start_token_id=1,
+            begin_suppress_tokens=None,
+            suppress_tokens=None,
+            **_END,
+        ),
+        lambda generator: {
+            "input_features": torch.randn(2, 8, 40, generator=generator),
+            "decoder_input_ids": _ids(generator, 5),
+        },
+        "model.decoder.layers.2",
+    ),
+    Case(
+        "Wav2Vec2ForCTC",
+        lambda: transformers.Wav2Vec2Config(
+            **_TEXT,
+            conv_dim=(16, 16),
+            conv_kernel=(10, 3),
+            conv_stride=(5, 2),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+            apply_spec_augment=False,
+            layerdrop=0.0,
+        ),
+        lambda generator: {"input_values": torch.randn(2, 400, generator=generator)},
+        "wav2vec2.encoder.layers.2",
+        input_gradient=False,
+    ),
+    Case(
+        "MixtralForCausalLM",
+        lambda: transformers.MixtralConfig(
+            **_TEXT,
+            **_END,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
+            router_jitter_noise=0.1,
+        ),
+        _text,
+        "model.layers.2",
+    ),
+    Case(
+        "MambaForCausalLM",
+        lambda: transformers.MambaConfig(vocab_size=99, hidden_size=32, state_size=4, num_hidden_layers=4, **_END),
+        _text,
+        "backbone.layers.2",
+    ),
+    Case(
+        "BartForConditionalGeneration",
+        lambda: transformers.BartConfig(**_BART, decoder_start_token_id=1, **_END),
+        _pair,
+        "model.encoder.layers.2",
+    ),
+    Case(
+        "Qwen3ForCausalLM",
+        lambda: transformers.Qwen3Config(**_TEXT, **_END, head_dim=8, num_key_value_heads=2),
+        _text,
+        "model.layers.2",
+    ),
 ]
 
 
@@ -194,7 +279,11 @@ def main() -> int:
     for case in CASES:
         results = {mode: faults(case, mode) for mode in CHECKPOINTING}
         exact += not any(results.values())
-        print(f"{case.name:34}", *(f"{mode} {'exact' if not found else found}" for mode, found in results.items()), sep="  ")
+        print(
+            f"{case.name:34}",
+            *(f"{mode} {'exact' if not found else found}" for mode, found in results.items()),
+            sep="  ",
+        )
     print(f"{exact} of {len(CASES)} classes exact, checkpointing {', '.join(CHECKPOINTING)}")
     return 0 if exact == len(CASES) else 1
 

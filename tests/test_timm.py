@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 
 import pytest
-import timm
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -16,8 +15,20 @@ from benchmarks._operated import LAMBD, check, untouched
 from benchmarks._reference import Call, Step, enliven, places, same_bits, same_output, spread, step
 from benchmarks.boundaries import SMALLEST, build, feeding, smallest_input
 
-SLICE = ["byobnet", "convnext", "efficientnet", "fasternet", "ghostnet", "levit", "mambaout", "maxxvit", "nfnet",
-         "resnet", "starnet", "vision_transformer"]
+SLICE = [
+    "byobnet",
+    "convnext",
+    "efficientnet",
+    "fasternet",
+    "ghostnet",
+    "levit",
+    "mambaout",
+    "maxxvit",
+    "nfnet",
+    "resnet",
+    "starnet",
+    "vision_transformer",
+]
 
 
 def exact(model: nn.Module, path: str, call: Call) -> None:
@@ -63,7 +74,7 @@ def test_torchvision_densenet_features_before_a_functional_inplace_relu() -> Non
 
 @pytest.mark.parametrize("path", ["layer2.0.bn2", "layer2.0.downsample", "layer2.0", "layer2.0.act2"])
 def test_around_a_residual_that_adds_in_place(path: str) -> None:
-    """timm's BasicBlock: ``x += shortcut`` on what ``bn2`` gave, the shortcut from ``downsample`` or the block before."""
+    """timm's BasicBlock: ``x += shortcut`` on what ``bn2`` gave, the shortcut of ``downsample`` or the block before."""
     exact(build("resnet18"), path, feeding(64))
 
 
@@ -78,7 +89,8 @@ def test_a_forward_that_init_set_on_the_instance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "path", "size"), [("resnet18", "layer3", 64), ("efficientnet_b0", "blocks", 64), ("test_vit", "blocks", 160)]
+    ("name", "path", "size"),
+    [("resnet18", "layer3", 64), ("efficientnet_b0", "blocks", 64), ("test_vit", "blocks", 160)],
 )
 def test_a_sequential_under_timm_checkpointing(name: str, path: str, size: int) -> None:
     model = build(name)
@@ -159,7 +171,7 @@ def factors(got: Step, plain: Step) -> dict[str, float | None]:
 
 
 def above(model: nn.Module, path: str, call: Call) -> set[str]:
-    """What loses its gradient when a hand-written hook detaches what leaves ``path``: all of it, on these two models."""
+    """What loses its gradient when a hand-written hook detaches what leaves ``path``: all, on these two models."""
     place = copy.deepcopy(model)
     place.get_submodule(path).register_forward_hook(lambda _module, _args, output: output.detach())
     return {name for name, gradient in step(place, call, training=False).gradients.items() if gradient is None}
@@ -195,8 +207,15 @@ def test_places_that_follow_and_hold_each_other() -> None:
         gs.insert_scale_gradient(model, path, -1.0)
     got = step(model, call, training=True)
     assert same_output(got.output, plain.output)
-    signs = {"fc.weight": -1.0, "layer4.1.conv2.weight": -1.0, "layer3.1.conv1.weight": -1.0, "layer3.0.conv1.weight": 1.0,
-             "layer2.1.bn2.weight": -1.0, "layer1.1.bn2.weight": -1.0, "layer1.1.conv1.weight": 1.0}
+    signs = {
+        "fc.weight": -1.0,
+        "layer4.1.conv2.weight": -1.0,
+        "layer3.1.conv1.weight": -1.0,
+        "layer3.0.conv1.weight": 1.0,
+        "layer2.1.bn2.weight": -1.0,
+        "layer1.1.bn2.weight": -1.0,
+        "layer1.1.conv1.weight": 1.0,
+    }
     for name, sign in signs.items():
         assert same_bits(got.gradients[name], plain.gradients[name] * sign), name  # type: ignore[operator]
     assert len(gs.operations(model)) == 4

@@ -60,7 +60,9 @@ def test_checkpointing_switched_on_after_the_insertion() -> None:
     subject, reference = case.build(), hooked(case.build(), case.block)
     gs.insert_grl(subject, case.block, lambd=LAMBD)
     for mode in CHECKPOINTING:
-        got, right = (step(set_checkpointing(model, mode), case.call(), training=True) for model in (subject, reference))
+        got, right = (
+            step(set_checkpointing(model, mode), case.call(), training=True) for model in (subject, reference)
+        )
         assert same_output(got.output, right.output)
         assert got.gradient_faults(right) == []
 
