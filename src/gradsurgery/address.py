@@ -1,0 +1,135 @@
+"""The grammar of addresses: how a place in a model is written down, and what a written address says.
+
+An address is ``PATH[:OP[@CALL]][ELEMENT]...``. Nothing here looks at a model: see :mod:`gradsurgery.resolve`.
+
+========================  =====================================================================
+``layer3``                the output of a module, whoever calls it
+``layer3.0:add``          the op ``add`` in the forward of ``layer3.0``
+``layer3.0:relu@1``       the second call of ``relu`` there, counted from 0; ``relu@*`` is all of them
+``:flatten``              an op in the root's own forward
+``lstm[0]``               one element of a tuple, list or dict; also ``head['out']`` and ``x[0]['a']``
+``blocks.*.attn``         globs: ``*`` within one name, ``**`` over any number of names
+========================  =====================================================================
+"""
+
+import ast
+import fnmatch
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import AddressError
+
+Element = tuple[int | str, ...]
+
+ALL_CALLS = -1
+
+_ELEMENT = re.compile(r"""\[\s*(-?\d+|'[^']*'|"[^"]*")\s*\]$""")
+_OP = re.compile(r"(?P<name>[\w.*?-]+)(@(?P<call>\d+|\*))?$")
+_GRAMMAR = "PATH, PATH:OP, PATH:OP@CALL or PATH:OP@*, each also with [0] or ['key'] for one element of the value"
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place inside one module, as plain data: part of the key of a generated class, and of its pickle.
+
+    ``call`` counts from 0; ``None`` means that the op has one call only, :data:`ALL_CALLS` every call.
+    """
+
+    kind: Literal["output", "input", "op"]
+    element: Element = ()
+    op: str = ""
+    call: int | None = None
+
+    def text(self, path: str) -> str:
+        """The address of this place in the module that ``path`` names."""
+        op = ""
+        if self.kind == "op":
+            call = "" if self.call is None else "@*" if self.call == ALL_CALLS else f"@{self.call}"
+            op = f":{self.op}{call}"
+        return path + op + "".join(f"[{key!r}]" for key in self.element)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A parsed address: a module path, which may be a glob, and the place inside each module that it names."""
+
+    path: str
+    where: Where
+
+    @property
+    def is_glob(self) -> bool:
+        """Whether the module path stands for any number of modules, none included."""
+        return is_glob(self.path)
+
+    def __str__(self) -> str:
+        return self.where.text(self.path)
+
+
+def parse(text: str, side: Literal["output", "input"] = "output") -> Address:
+    """Read an address.
+
+    >>> str(parse("layer3.0:relu@1"))
+    'layer3.0:relu@1'
+
+    Args:
+        text: the address as a user writes it.
+        side: which side of a module a bare module path means.
+
+    Raises:
+        AddressError: where ``text`` is not an address, or asks for the input side of an op.
+    """
+    if "->" in text:
+        raise AddressError(
+            f"{text!r} names an edge, what one module receives from another; edges cannot be operated on yet. "
+            "Name the producer's output, or the consumer with side='input'."
+        )
+    rest, element = _split_element(text.strip())
+    path, colon, op = rest.partition(":")
+    if any(part == "" for part in path.split(".")) and path:
+        raise AddressError(f"{text!r} is no address: a module path has an empty name in it. An address is {_GRAMMAR}.")
+    if "[" in rest or "]" in rest:
+        raise AddressError(f"{text!r} is no address: its brackets hold no number or quoted key. It is {_GRAMMAR}.")
+    if not colon:
+        return Address(path, Where(side, element))
+    match = _OP.match(op)
+    if match is None:
+        raise AddressError(f"{text!r} is no address: {op!r} names no op. An address is {_GRAMMAR}.")
+    if side == "input":
+        raise AddressError(
+            f"side='input' was asked for the op in {text!r}, but an op has no input side: "
+            "name the op or module that makes the value, or give a module path."
+        )
+    call = match["call"]
+    index = None if call is None else ALL_CALLS if call == "*" else int(call)
+    return Address(path, Where("op", element, match["name"], index))
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether a path or an op name holds a wildcard."""
+    return "*" in pattern or "?" in pattern
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a glob stands for a module path, name by name.
+
+    >>> matches("**.bn1", "layer1.0.bn1"), matches("layer1.*", "layer1.0.bn1")
+    (True, False)
+    """
+    return _match_names(pattern.split(".") if pattern else [], path.split(".") if path else [])
+
+
+def _match_names(pattern: list[str], names: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return any(_match_names(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match_names(pattern[1:], names[1:])
+
+
+def _split_element(text: str) -> tuple[str, Element]:
+    keys: list[int | str] = []
+    while match := _ELEMENT.search(text):
+        keys.insert(0, ast.literal_eval(match[1]))
+        text = text[: match.start()]
+    return text, tuple(keys)

@@ -1,0 +1,101 @@
+"""The sealed capture: a graph that calls a module's kept forward as it is, and so can lose nothing of it.
+
+Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a module
+boundary needs no more than this, which is why it can be reached in any model.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .code import compile_function
+
+KEPT = "_gs_forward"
+"""The name under which a generated class keeps the forward that it stands in front of."""
+
+def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
+    """The graph of a forward that passes what it receives and what it returns through methods of the module.
+
+    The graph mirrors the signature of ``forward`` where fx can write it. fx cannot splat, so a forward with ``*args``,
+    ``**kwargs`` or keyword-only parameters is mirrored whole: what was given and what was not stay different, which
+    decorated forwards look at. For the same reason the signature is that of the outermost wrapper, as it is called.
+
+    Args:
+        forward: the function to keep, ``self`` first.
+        inputs: methods that what is received passes through, in order.
+        outputs: methods that the value passes through, in order.
+    """
+    parameters = list(inspect.signature(forward, follow_wrapped=False).parameters.values())
+    mirrored = bool(parameters) and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if mirrored and (not inputs or len(parameters) == 2):
+        return _mirror(parameters, forward, inputs, outputs)
+    return _splat(inputs, outputs)
+
+
+def is_mirrored(graph: torch.fx.Graph) -> bool:
+    """Whether the parameters of a sealed graph are those of the kept forward, one by one."""
+    return not any(node.op == "placeholder" and str(node.target).startswith("*") for node in graph.nodes)
+
+
+def _mirror(
+    parameters: Sequence[inspect.Parameter], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    annotations = getattr(forward, "__annotations__", {})
+    module, *received = (
+        # The default is a stand-in: define() gives the function the very objects of the original.
+        graph.placeholder(p.name, annotations.get(p.name), inspect.Signature.empty if p.default is p.empty else None)
+        for p in parameters
+    )
+    for method in inputs:
+        received = [graph.call_method(method, (module, *received))]
+    value = graph.call_method(KEPT, (module, *received))
+    for method in outputs:
+        value = graph.call_method(method, (module, value))
+    graph.output(value, annotations.get("return"))
+    return graph
+
+
+def _splat(inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    module = graph.placeholder("self")
+    received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
+    for method in inputs:
+        received = graph.call_method(method, (module, received))
+    value = graph.call_function(call_kept, (module, received))
+    for method in outputs:
+        value = graph.call_method(method, (module, value))
+    graph.output(value)
+    return graph
+
+
+def call_kept(module: torch.nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Call the kept forward with arguments that arrived as ``*args, **kwargs``."""
+    args, kwargs = received
+    return getattr(module, KEPT)(*args, **kwargs)
+
+
+def define(graph: torch.fx.Graph, like: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a sealed graph into a function that has the name, defaults, annotations and signature of ``like``."""
+    try:
+        function = _function(graph)
+    except Exception:
+        # Some annotations cannot be written in code (a name known to the checker only); only TorchScript reads them.
+        for node in graph.nodes:
+            node.type = None
+        function = _function(graph)
+    if is_mirrored(graph):
+        function.__defaults__ = like.__defaults__  # type: ignore[attr-defined]
+    function.__annotations__ = dict(getattr(like, "__annotations__", {}))
+    function.__doc__ = like.__doc__
+    function.__module__ = getattr(like, "__module__", function.__module__)
+    function.__qualname__ = getattr(like, "__qualname__", "forward")
+    function.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    return function
+
+
+def _function(graph: torch.fx.Graph) -> Any:
+    code = graph.python_code("self")
+    return compile_function(code.src, "forward", code.globals)

@@ -1,0 +1,254 @@
+"""A ``torch.fx.GraphModule`` as the patient: operators become nodes of its own graph, where anyone can read them.
+
+Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write on
+every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from . import address as grammar
+from .address import Address, Where
+from .errors import AddressError, CaptureError, closest
+from .place import Place, Target
+from .wrappers import HOLDER
+
+__all__ = ["NodePlace", "Stacks", "insert_node", "node_places", "remove_nodes", "resolve_nodes"]
+
+Call = dict[Node, None]
+"""The nodes of one call of one module, in order."""
+
+_VALUES = ("call_function", "call_method", "call_module")
+
+
+class NodePlace(nn.Module):
+    """An operator as a node calls it; a child of the GraphModule, so that copies and pickles keep it."""
+
+    def __init__(self, place: Place, operator: nn.Module, strict: bool) -> None:
+        super().__init__()
+        self.place = place
+        self.operator = operator
+        self.strict = strict
+        self.active = True
+
+    def forward(self, value):  # type: ignore[no-untyped-def]  # fx, export and TorchScript read no annotations here
+        if not self.active or not (self.strict or isinstance(value, torch.Tensor)):
+            return value
+        return self.place.run(self, value)
+
+    def extra_repr(self) -> str:
+        return repr(self.place.where.text(self.place.inner))
+
+
+class Stacks:
+    """The calls of each module that a graph holds, dissolved or not."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.calls: dict[str, dict[str, Call]] = {}
+        self.kinds: dict[str, object] = {}
+        self.ops: dict[str, dict[str, Call]] = {}
+        nodes = [node for node in graph.nodes if node.op in _VALUES]
+        self.known = any("nn_module_stack" in node.meta for node in nodes) or all(n.op == "call_module" for n in nodes)
+        for node in nodes:
+            stack = [(key, path, kind) for key, (path, kind) in node.meta.get("nn_module_stack", {}).items() if path]
+            if node.op == "call_module" and not _is_ours(node) and not (stack and stack[-1][1] == node.target):
+                stack.append((node.name, str(node.target), None))
+            for key, path, kind in stack:
+                self.calls.setdefault(path, {}).setdefault(key, {})[node] = None
+                self.kinds[path] = kind
+            owner = stack[:-1] if node.op == "call_module" and not _is_ours(node) else stack
+            key, path = owner[-1][:2] if owner else ("", "")
+            self.ops.setdefault(path, {}).setdefault(key, {})[node] = None
+        self.calls[""] = {"": dict.fromkeys(nodes)}
+
+    def is_a(self, path: str, held: nn.Module | None, cls: type) -> bool:
+        """Whether the module at a path is of a class; ``torch.export`` notes the name of the class only."""
+        kind = self.kinds.get(path)
+        if isinstance(kind, type):
+            return issubclass(kind, cls)
+        return kind == f"{cls.__module__}.{cls.__qualname__}" or isinstance(held, cls)
+
+
+def resolve_nodes(module: GraphModule, asked: Address, prefix: str = "") -> list[Target]:
+    """The places of a graph that an address names; ``prefix`` is where the GraphModule stands in its model.
+
+    Raises:
+        AddressError: where the graph has no such module or op.
+        CaptureError: where the graph does not say which module its ops come from.
+    """
+    stacks = Stacks(module.graph)
+    paths = [path for path in stacks.calls if grammar.matches(asked.path, path)] if asked.is_glob else [asked.path]
+    if not stacks.known and any(path and module_at(module, path) is None for path in paths):
+        raise CaptureError(
+            f"{str(asked)!r} was asked for in a graph that does not say which module an op comes from: its nodes have "
+            "no 'nn_module_stack' (a pickle loses it). Operate before pickling, or on a module that the graph calls."
+        )
+    found = []
+    for path in paths:
+        wheres = _ops(stacks, path, asked) if asked.where.kind == "op" else [asked.where] * (path in stacks.calls)
+        found += [Target(module, ".".join(filter(None, (prefix, path))), where, inner=path) for where in wheres]
+    if not found:
+        there = stacks.calls if asked.where.kind != "op" or asked.path not in stacks.ops else _names(stacks, asked.path)
+        raise AddressError(
+            f"nothing in this graph is called {str(asked)!r}; {closest(asked.where.op or asked.path, there)}. "
+            "gs.sites(model) lists every address."
+        )
+    return found
+
+
+def insert_node(target: Target, operator: nn.Module) -> Place:
+    """Put an operator into the graph, after those that are at its place already."""
+    module, where = target.module, target.where
+    assert isinstance(module, GraphModule)
+    anchors = list(_anchors(module.graph, target))
+    if not anchors:
+        raise CaptureError(
+            f"nothing is left of {target.address!r} in this graph: no value of its own passes there. "
+            "Choose a module that computes something."
+        )
+    place = Place(where, operator, inner=target.inner)
+    if HOLDER not in module._modules:
+        module.add_module(HOLDER, nn.Module())
+    holder = module.get_submodule(HOLDER)
+    stem = re.sub(r"\W+", "_", where.text(target.inner)).strip("_") or "root"
+    numbered = (f"{stem}_{k}" if k else stem for k in itertools.count())
+    name = next(name for name in numbered if name not in holder._modules)
+    holder.add_module(name, NodePlace(place, operator, strict=len(anchors) == 1))
+    for value, users in anchors:
+        after = value if value.op in _VALUES else _last_placeholder(module.graph)
+        with module.graph.inserting_after(after):
+            node = module.graph.call_module(f"{HOLDER}.{name}", (value,))
+        node.meta = {key: value.meta[key] for key in ("val", "tensor_meta") if key in value.meta}
+        stacked = value if where.kind != "input" else next(iter(users))
+        if "nn_module_stack" in stacked.meta:
+            node.meta["nn_module_stack"] = stacked.meta["nn_module_stack"]
+        for user in users:
+            user.replace_input_with(value, node)
+    module.graph.lint()
+    module.recompile()
+    return place
+
+
+def remove_nodes(module: GraphModule, gone: list[Place]) -> None:
+    """Take operators out of a graph; its code is then what it was."""
+    holder = module._modules.get(HOLDER)
+    assert holder is not None
+    names = {name for name, held in holder._modules.items() if isinstance(held, NodePlace) and held.place in gone}
+    for node in list(module.graph.nodes):
+        if _is_ours(node) and str(node.target).rpartition(".")[2] in names:
+            node.replace_all_uses_with(node.args[0])
+            module.graph.erase_node(node)
+    for name in names:
+        del holder._modules[name]
+    if not holder._modules:
+        del module._modules[HOLDER]
+    module.recompile()
+
+
+def node_places(module: GraphModule) -> Iterator[NodePlace]:
+    """The operators in a graph, in the order in which they run."""
+    targets = dict.fromkeys(str(node.target) for node in module.graph.nodes if _is_ours(node))
+    for target in targets:
+        held = module.get_submodule(target)
+        if isinstance(held, NodePlace):
+            yield held
+
+
+def module_at(module: GraphModule, path: str) -> nn.Module | None:
+    """The module that the graph calls under a path, if it calls one."""
+    called = any(node.op == "call_module" and node.target == path for node in module.graph.nodes)
+    return module.get_submodule(path) if called else None
+
+
+def op_name(node: Node) -> str:
+    """The name of what a node does, without fx's counter."""
+    if node.op != "call_function":
+        return str(node.target)
+    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+    in_place = getattr(node.target, "__module__", "") == "_operator" and name in _IN_PLACE
+    return name[1:] if in_place else name
+
+
+_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "imod", "ipow", "iand", "ior", "ixor"}
+
+
+def _anchors(graph: Graph, target: Target) -> Iterator[tuple[Node, list[Node]]]:
+    """The values at a place, each with the nodes that are to use it operated on."""
+    where, stacks = target.where, Stacks(graph)
+    if where.kind == "op":
+        for nodes in stacks.ops.get(target.inner, {}).values():
+            same = [node for node in nodes if name_in(node, target.inner) == where.op or node.name == where.op]
+            for node in same if where.call in (None, grammar.ALL_CALLS) else same[where.call : where.call + 1]:
+                value = _after_ours(node, "op")
+                yield value, list(value.users)
+        return
+    for call in stacks.calls.get(target.inner, {}).values():
+        if where.kind == "output":
+            leaving = [node for node in call if any(user not in call for user in node.users)]
+            for node in leaving:
+                yield node, [user for user in node.users if user not in call]
+        else:
+            yield from _entering(call)
+
+
+def _entering(call: Call) -> Iterator[tuple[Node, list[Node]]]:
+    entering = dict.fromkeys(value for node in call for value in node.all_input_nodes if value not in call)
+    for value in entering:
+        if value.op == "get_attr" or value.op == "output":
+            continue  # a parameter, which the module does not receive
+        users = [user for user in value.users if user in call]
+        while len(users) == 1 and _is_ours(users[0]):
+            value, users = users[0], [user for user in users[0].users if user in call]
+        yield value, users
+
+
+def _after_ours(node: Node, kind: str) -> Node:
+    """The last operator that is at this very value already."""
+    while len(node.users) == 1 and _is_ours(user := next(iter(node.users))):
+        held = user.graph.owning_module.get_submodule(str(user.target)) if user.graph.owning_module else None
+        if not isinstance(held, NodePlace) or held.place.where.kind != kind:
+            break
+        node = user
+    return node
+
+
+def _ops(stacks: Stacks, path: str, asked: Address) -> list[Where]:
+    where = asked.where
+    names = _names(stacks, path)
+    if grammar.is_glob(where.op):
+        chosen = [n for n in dict.fromkeys(names) if grammar.matches(where.op.replace(".", "\0"), n.replace(".", "\0"))]
+        return [Where("op", where.element, name, grammar.ALL_CALLS) for name in chosen]
+    count = names.count(where.op)
+    if not count:
+        by_name = [node for nodes in stacks.ops.get(path, {}).values() for node in nodes if node.name == where.op]
+        return [where] * len(by_name)
+    if where.call is None and count > 1:
+        listed = ", ".join(f"'{path}:{where.op}@{k}'" for k in range(count))
+        raise AddressError(f"{str(asked)!r} names the op {where.op!r}, which the graph has {count} times: {listed}.")
+    if where.call is not None and where.call >= count:
+        raise AddressError(f"{str(asked)!r} names call {where.call}, but the graph has {where.op!r} {count} times.")
+    return [where]
+
+
+def _names(stacks: Stacks, path: str) -> list[str]:
+    """The ops of one module, those of its call with the most of them."""
+    calls = [[name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()]
+    return max(calls, key=len, default=[])
+
+
+def name_in(node: Node, path: str) -> str:
+    name = op_name(node)
+    return name.removeprefix(path + ".") if node.op == "call_module" and path else name
+
+
+def _is_ours(node: Node) -> bool:
+    return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")
+
+
+def _last_placeholder(graph: Graph) -> Node:
+    return [node for node in graph.nodes if node.op in ("placeholder", "get_attr")][-1]

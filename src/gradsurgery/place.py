@@ -1,0 +1,147 @@
+"""A place that is operated on: which value of which module, the live operator, and how often it ran."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .address import Element, Where
+from .elements import replace_element
+from .errors import OperatorError
+from .operators.values import map_tensors
+
+__all__ = ["Graft", "Place", "Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One place of one model: the module to operate on, and where inside it.
+
+    ``path`` is the module that was named; ``inner`` is that path inside a ``GraphModule``. ``path`` is ``hops`` names shorter than the path of ``module`` where an
+    ``nn.Sequential`` was named: callers that walk one instead of calling it are common (timm's ``checkpoint_seq``,
+    ``forward_intermediates``), so the place is its last child's output, or its first child's input.
+    """
+
+    module: nn.Module
+    path: str
+    where: Where
+    hops: int = 0
+    inner: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, Where]:
+        """The same for two targets that are one place."""
+        return id(self.module), self.inner, self.where
+
+    @property
+    def address(self) -> str:
+        """The address of this place."""
+        return self.where.text(self.path)
+
+
+class Place:
+    """One operator at one place of one module.
+
+    An operator with parameters, buffers or children of its own is a child of the module, so that ``.to()``,
+    ``.train()`` and ``state_dict()`` reach it; any other is held here alone and leaves no trace in the module tree.
+
+    Args:
+        where: the place inside the module.
+        operator: the operator itself, or None where it is the child ``child``.
+        child: the name of that child.
+        hops: how many ``nn.Sequential`` lie between the module that was named and the one that was operated on.
+        inner: the module path inside a ``GraphModule``.
+    """
+
+    def __init__(
+        self, where: Where, operator: nn.Module | None, child: str | None = None, hops: int = 0, inner: str = ""
+    ) -> None:
+        self.where = where
+        self.inner = inner
+        self.child = child
+        self.hops = hops
+        self.runs = 0
+        self._operator = operator
+
+    def operator(self, module: nn.Module) -> nn.Module:
+        """The live operator; ``module`` is the one that is operated on."""
+        if self.child is None:
+            assert self._operator is not None
+            return self._operator
+        return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
+
+    def with_operator(self, operator: nn.Module | None) -> "Place":
+        """The same place with another operator object, not yet run."""
+        return Place(self.where, operator, self.child, self.hops, self.inner)
+
+    def run(self, module: nn.Module, value: Any) -> Any:
+        """Operate on every floating tensor of a value, or of the element of it that the place names."""
+        call = self._call(module)
+        if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
+            return call(value)
+        if self.where.element:
+            return replace_element(value, self.where.element, lambda part: self._each(call, part))
+        return self._each(call, value)
+
+    def run_received(self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Operate on what a module receives: every floating tensor, or the argument that the place names."""
+        call = self._call(module)
+        if not self.where.element:
+            return self._each(call, received)
+        key, rest = self.where.element[0], self.where.element[1:]
+        path: Element = (0 if isinstance(key, int) else 1, key, *rest)
+        return replace_element(received, path, lambda part: self._each(call, part))
+
+    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
+        operator = self.operator(module)
+        # forward, not __call__: a tracer would look for an operator that is no child of anything.
+        return operator.forward if self.child is None else operator
+
+    def _each(self, call: Callable[[Any], Any], value: Any) -> Any:
+        operated = 0
+
+        def one(tensor: Any) -> Any:
+            nonlocal operated
+            if isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            operated += 1
+            return call(tensor)
+
+        result = map_tensors(one, value)
+        if not operated:
+            raise OperatorError(self._nothing_floating(value))
+        return result
+
+    def _nothing_floating(self, value: Any) -> str:
+        what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
+        return (
+            f"the {self.where.kind} {self.where.text('')!r} was to be operated on, but it is {what}, which holds no "
+            "floating-point or complex tensor and so has no gradient. Choose a place that does."
+        )
+
+
+class Graft:
+    """The places of one module, and what it takes to undo them. Never changed: an edit makes a new one.
+
+    That it is replaced, not changed, keeps shallow copies of the module (``copy.copy``, data-parallel replicas) right.
+
+    Args:
+        places: in the order of insertion.
+        before: the class of the module before it was first operated on.
+        patched: the ``forward`` that stood in the instance's own ``__dict__``, if one did.
+    """
+
+    def __init__(self, places: Iterable[Place], before: type, patched: Callable[..., Any] | None) -> None:
+        self.places = tuple(places)
+        self.before = before
+        self.patched = patched
+
+    @property
+    def children(self) -> frozenset[str]:
+        """The names of the children that are operators."""
+        return frozenset(place.child for place in self.places if place.child is not None)
+

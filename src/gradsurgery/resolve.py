@@ -1,0 +1,270 @@
+"""From an address to the places of a model that it names."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+from torch.fx import GraphModule
+
+from . import address as grammar
+from .address import Address, Where
+from .capture.sites import Op, list_ops
+from .errors import AddressError, CaptureError, closest
+from .graft import user_class, without
+from .graph_module import Stacks, resolve_nodes
+from .place import Target
+from .wrappers import child, walk
+
+__all__ = ["At", "Ops", "ops_of_source", "resolve", "runs_never"]
+
+One: TypeAlias = str | type[nn.Module] | nn.Module | re.Pattern[str] | Callable[[str, nn.Module], bool]
+At: TypeAlias = One | list[Any] | tuple[Any, ...]
+"""What the argument ``at`` may be."""
+
+Ops: TypeAlias = Callable[[list[nn.Module]], list[list[Op]]]
+"""The ops in the forward of each module; where an example is given, those that ran on it."""
+
+
+def ops_of_source(owners: list[nn.Module]) -> list[list[Op]]:
+    """The ops that can be known without running the model."""
+    with without(owners):
+        return [list_ops(owner) for owner in owners]
+
+
+def resolve(root: nn.Module, at: At, side: Literal["output", "input"] = "output", ops: Ops = ops_of_source) -> list[Target]:
+    """Every place that ``at`` names, each once, in the order of the model.
+
+    Args:
+        root: the bare model.
+        at: an address, a module type, a module of the model, a compiled pattern that matches a whole module path, a
+            predicate of path and module, or a list of any of these.
+        side: which side of a module a bare module path means.
+        ops: how to list the ops in a module's forward.
+
+    Raises:
+        AddressError: where something in ``at`` names no place.
+        CaptureError: where the ops of a forward cannot be listed.
+    """
+    tree = _Tree(root)
+    targets = [target for one in _each(at) for target in _resolve_one(tree, one, side, ops)]
+    return list({target.key: target for target in reversed(targets)}.values())[::-1]
+
+
+def runs_never(parent: nn.Module | None, module: nn.Module) -> str | None:
+    """Why a module's forward never runs, where that is known without running it."""
+    if isinstance(parent, nn.MultiheadAttention) and parent._modules.get("out_proj") is module:
+        return "nn.MultiheadAttention reads the weight of its out_proj and never calls it"
+    if user_class(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        return f"a {user_class(module).__name__} has no forward: its children are called one by one"
+    return None
+
+
+class _Tree:
+    """The modules of a model by path; walked only when a question needs all of them, which a plain path does not."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+
+    @cached_property
+    def all(self) -> list[tuple[str, nn.Module]]:
+        return list(walk(self.root))
+
+    @cached_property
+    def names(self) -> Counter[int]:
+        """How many names each module has."""
+        return Counter(id(module) for _, module in self.all)
+
+    def at(self, path: str) -> nn.Module | None:
+        module: nn.Module | None = self.root
+        for name in path.split(".") if path else ():
+            module = child(module, name)  # type: ignore[arg-type]
+            if module is None:
+                return None
+        return module
+
+    def graph_above(self, path: str) -> tuple[str, GraphModule] | None:
+        """The first GraphModule on the way to a path: the rest of the path is for its graph to know."""
+        names = path.split(".") if path else []
+        for taken in range(len(names) + 1):
+            prefix = ".".join(names[:taken])
+            if isinstance(module := self.at(prefix), GraphModule):
+                return prefix, module
+        return None
+
+    def runs_never(self, path: str, module: nn.Module) -> str | None:
+        return runs_never(self.at(path.rpartition(".")[0]) if path else None, module)
+
+    def that_run(self, keep: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+        return [(path, m) for path, m in self.all if keep(path, m) and not self.runs_never(path, m)]
+
+    def near(self, asked: str) -> str:
+        return closest(asked, (path for path, _ in self.all if path)) + ". gs.sites(model) lists every address."
+
+    def types(self) -> str:
+        names = list(dict.fromkeys(user_class(module).__name__ for _, module in self.all))
+        return "Modules there are of the types " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") + "."
+
+
+def _each(at: At) -> Iterator[One]:
+    if isinstance(at, list | tuple):
+        if not at:
+            raise AddressError("an empty list of places was given. Name at least one.")
+        for one in at:
+            yield from _each(one)
+    else:
+        yield at
+
+
+def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+    if isinstance(tree.root, GraphModule):
+        return _resolve_in_graph(tree.root, at, side)
+    if isinstance(at, str):
+        return _resolve_address(tree, grammar.parse(at, side), side, ops)
+    if isinstance(at, nn.Module):
+        found, asked = [(path, m) for path, m in tree.all if m is at], f"a {type(at).__name__} object"
+        if not found:
+            raise AddressError(
+                f"{asked} was given as the place, but it is no part of this model. Give one of its own modules, or an "
+                "address: gs.sites(model) lists them."
+            )
+        if reason := tree.runs_never(found[0][0], at):
+            raise AddressError(f"{asked} ({found[0][0]!r}) was given as the place, but {reason}.")
+    elif isinstance(at, type) and issubclass(at, nn.Module):
+        found, asked = tree.that_run(lambda path, m: isinstance(m, at)), f"the type {at.__name__}"
+    elif isinstance(at, re.Pattern):
+        found = tree.that_run(lambda path, m: at.fullmatch(path) is not None)
+        asked = f"the pattern {at.pattern!r}, matched against whole paths,"
+    elif callable(at) and not isinstance(at, type):
+        found, asked = tree.that_run(at), "the predicate"
+    else:
+        raise AddressError(
+            f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
+            "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
+        )
+    if not found:
+        raise AddressError(f"{asked} matches no module that runs here. {tree.types()}")
+    return [_boundary(tree, path, module, Where(side)) for path, module in found]
+
+
+def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+    owners: list[tuple[str, nn.Module]]
+    if asked.is_glob:
+        owners = tree.that_run(lambda path, m: grammar.matches(asked.path, path))
+        if not owners:
+            raise AddressError(f"no module that runs matches {asked.path!r}; {tree.near(asked.path)}")
+    else:
+        if inside := tree.graph_above(asked.path):
+            prefix, module = inside
+            inner = asked.path.removeprefix(prefix).removeprefix(".")
+            return resolve_nodes(module, dataclasses.replace(asked, path=inner), prefix)
+        module = tree.at(asked.path)
+        if module is None:
+            return _node_name(tree, asked, side, ops)
+        if reason := tree.runs_never(asked.path, module):
+            raise AddressError(
+                f"{str(asked)!r} names a module that never runs: {reason}. Name a module that is called: "
+                "gs.sites(model) lists them."
+            )
+        owners = [(asked.path, module)]
+    if asked.where.kind != "op":
+        return [_boundary(tree, path, module, asked.where) for path, module in owners]
+    listed = zip(owners, ops([module for _, module in owners]), strict=True)
+    found = [t for (path, m), there in listed for t in _ops_of(path, m, asked, there, must=not asked.is_glob)]
+    if not found:
+        raise AddressError(f"none of the {len(owners)} modules that match {asked.path!r} has an op {asked.where.op!r}.")
+    return found
+
+
+def _resolve_in_graph(root: GraphModule, at: One, side: Literal["output", "input"]) -> list[Target]:
+    if isinstance(at, str):
+        return resolve_nodes(root, grammar.parse(at, side))
+    stacks, held = Stacks(root.graph), dict(root.named_modules())
+    called = [(path, held[path]) for path in stacks.calls if path in held]
+    if isinstance(at, nn.Module):
+        paths, asked = [path for path, module in called if module is at], f"a {type(at).__name__} object"
+    elif isinstance(at, type):
+        paths, asked = [path for path in stacks.calls if stacks.is_a(path, held.get(path), at)], f"the type {at.__name__}"
+    elif isinstance(at, re.Pattern):
+        paths, asked = [path for path in stacks.calls if at.fullmatch(path)], f"the pattern {at.pattern!r}"
+    else:
+        paths, asked = [path for path, module in called if at(path, module)], "the predicate"  # type: ignore[operator]
+    if not paths:
+        raise AddressError(f"{asked} matches nothing that this graph calls. gs.sites(model) lists every address.")
+    return [target for path in paths for target in resolve_nodes(root, Address(path, Where(side)))]
+
+
+def _ops_of(path: str, owner: nn.Module, asked: Address, there: list[Op], must: bool) -> list[Target]:
+    """The ops of one owner that an address names; with ``must``, none is an error."""
+    name, call = asked.where.op, asked.where.call
+    if grammar.is_glob(name):
+        names = [op.name for op in there if grammar.matches(name.replace(".", "\0"), op.name.replace(".", "\0"))]
+        calls = [dataclasses.replace(asked.where, op=n, call=grammar.ALL_CALLS) for n in dict.fromkeys(names)]
+        if calls or not must:
+            return [Target(owner, path, where) for where in calls]
+    same = [op for op in there if op.name == name]
+    if not same and not must:
+        return []
+    owner_name = f"{path or 'the root'} ({user_class(owner).__name__})"
+    if not same:
+        listed = ", ".join(repr(f"{path}:{n}") for n in dict.fromkeys(op.name for op in there)) or "none"
+        raise AddressError(
+            f"{str(asked)!r} names the op {name!r}, which the forward of {owner_name} does not have. Its ops: {listed}."
+        )
+    calls_there = "; ".join(f"{path}:{op.name}@{op.index} at {op.source}: {op.text}" for op in same)
+    if call is None and len(same) > 1:
+        raise AddressError(
+            f"{str(asked)!r} names the op {name!r}, which {owner_name} calls {len(same)} times: {calls_there}. "
+            f"Say which one, or '{path}:{name}@*' for all of them."
+        )
+    if call is not None and call != grammar.ALL_CALLS and call >= len(same):
+        raise AddressError(
+            f"{str(asked)!r} names call {call} of {name!r}, but {owner_name} calls it {len(same)} "
+            f"time{'s' if len(same) > 1 else ''}, counted from 0: {calls_there}."
+        )
+    return [Target(owner, path, asked.where)]
+
+
+def _node_name(tree: _Tree, asked: Address, side: str, ops: Ops) -> list[Target]:
+    """An address that torchvision's feature extraction would print: ``layer1.0.relu_1`` is ``layer1.0:relu@1``."""
+    owner_path, _, node = asked.path.rpartition(".")
+    owner = tree.at(owner_path)
+    if owner is not None and asked.where.kind == "output":
+        name, _, counter = node.rpartition("_")
+        there = _try_ops(ops, owner)
+        for op, call in ((node, 0), (name, int(counter) if counter.isdigit() else -1)):
+            if 0 <= call < there.count(op):
+                where = Where("op", asked.where.element, op, call if there.count(op) > 1 else None)
+                return [Target(owner, owner_path, where)]
+    raise AddressError(f"the model has no module {asked.path!r}; {tree.near(asked.path)}")
+
+
+def _try_ops(ops: Ops, owner: nn.Module) -> list[str]:
+    try:
+        return [op.name for op in ops([owner])[0]]
+    except CaptureError:
+        return []
+
+
+def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target:
+    """The place at a module's boundary, handed down by every ``nn.Sequential`` to the child that is there."""
+    hops, last = 0, where.kind == "output"
+    while _is_plain_sequential(module):
+        name = list(module._modules)[-1 if last else 0]
+        inner = child(module, name)
+        if inner is None or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+            break
+        module, hops = inner, hops + 1
+    return Target(module, path, where, hops)
+
+
+def _is_plain_sequential(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Sequential)
+        and len(module._modules) > 0
+        and user_class(module).forward is nn.Sequential.forward
+        and "forward" not in module.__dict__
+    )

@@ -1,0 +1,375 @@
+"""The way through the house: address -> capture -> edit -> graft, in one function for every operator."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from . import address as grammar
+from . import listing
+from .address import Where
+from .capture.record import run_example
+from .edit import Insertion, commit, withdraw
+from .errors import AddressError, OperatorError, SurgeryError
+from .example import Arguments, Example, ops_on, read_example
+from .graft import without
+from .graph_module import NodePlace
+from .operators import (
+    DetachedTransform,
+    FrozenTransform,
+    GradientReversal,
+    ScaleGradient,
+    StopGradient,
+    StraightThrough,
+)
+from .place import Place, Target
+from .resolve import At, resolve
+from .tables import Operation, Site, Table
+from .twin import twin
+from .wrappers import bare, owns_parameters
+
+__all__ = [
+    "disabled",
+    "graph",
+    "insert",
+    "insert_grl",
+    "insert_scale_gradient",
+    "insert_stop_gradient",
+    "insert_transform",
+    "operations",
+    "remove",
+    "sites",
+]
+
+M = TypeVar("M", bound=nn.Module)
+Row = tuple[str, nn.Module, Place]
+Side = Literal["output", "input"]
+
+
+def insert(
+    model: M,
+    at: At,
+    operator: nn.Module,
+    *,
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
+) -> M:
+    """Operate on the gradient, or the value, at every place that ``at`` names.
+
+        gs.insert(model, "layer3", gs.ScaleGradient(0.1))
+        gs.insert(model, nn.BatchNorm2d, gs.MapGradient(torch.nn.functional.normalize))
+
+    The model keeps its identity: its class (a generated subclass of it that passes ``isinstance``), methods, hooks,
+    parameters and ``state_dict`` keys. A place that has operators already gets the new one after them.
+
+    Args:
+        model: any ``nn.Module``, also compiled, wrapped in DDP or ``fully_shard``, or a ``torch.fx.GraphModule``.
+        at: an address such as ``"layer3"``, ``"blocks.*.attn"``, ``"layer3.0:add"``, ``"lstm[0]"``; a module type, a
+            module of the model, a compiled pattern that matches whole module paths, a predicate ``(name, module) ->
+            bool``, or a list of any of these. :func:`sites` lists the addresses of a model.
+        operator: one of this package, or any module that maps a tensor to a tensor. The same object serves every place.
+        side: whether a module path means what the module returns, or what it receives.
+        example: inputs to run the model on once, leaving no trace, to check that every place runs: a tensor, a tuple
+            of positional arguments, or a pair ``(args, kwargs)``.
+        expect: how many places there must be.
+        inplace: False leaves the model alone and returns a twin that shares every parameter and buffer.
+
+    Returns:
+        The model, or its twin.
+
+    Raises:
+        AddressError: where ``at`` names no place, or not ``expect`` of them.
+        CaptureError: where the forward that owns a place cannot be opened.
+        OperatorError: where ``operator`` is not a module instance.
+        SurgeryError: where the model cannot be operated on. The base of the three above.
+    """
+    return _operate(model, at, lambda: operator, side, example, expect, inplace)
+
+
+def insert_grl(model: M, at: At, lambd: float = 1.0, **options: Any) -> M:
+    """Reverse the gradient at a place: what lies before it climbs the loss that what lies after it descends.
+
+        gs.insert_grl(model, "layer3")
+        gs.insert_grl(model, "layer3", lambd=0.5, example=torch.randn(1, 3, 224, 224))
+
+    The gradient reversal layer of Ganin and Lempitsky (2015, https://arxiv.org/abs/1409.7495): the identity forward, the
+    gradient times ``-lambd`` backward. A layer after the place is not affected.
+
+    Args:
+        model: as in :func:`insert`.
+        at: as in :func:`insert`.
+        lambd: the strength, finite and not negative; set it later through ``operations(model)[0].operator.lambd``.
+        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+
+    Raises:
+        OperatorError: where ``lambd`` is negative, not finite or not a number.
+        SurgeryError: as in :func:`insert`.
+    """
+    GradientReversal(lambd)  # a wrong strength is the first thing to hear about
+    return _operate(model, at, lambda: GradientReversal(lambd), **options)
+
+
+def insert_scale_gradient(model: M, at: At, scale: float, **options: Any) -> M:
+    """Multiply the gradient at a place by any finite number, and leave the forward as it is.
+
+        gs.insert_scale_gradient(model, "backbone", 0.1)
+
+    Args:
+        model: as in :func:`insert`.
+        at: as in :func:`insert`.
+        scale: the factor. 0 gives gradients of zero, on which weight decay and momentum still act; for none at all
+            see :func:`insert_stop_gradient`.
+        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+
+    Raises:
+        OperatorError: where ``scale`` is not finite or not a number.
+        SurgeryError: as in :func:`insert`.
+    """
+    ScaleGradient(scale)
+    return _operate(model, at, lambda: ScaleGradient(scale), **options)
+
+
+def insert_stop_gradient(model: M, at: At, **options: Any) -> M:
+    """Stop the gradient at a place: parameters before it that reach the loss only through it get ``grad`` None.
+
+        gs.insert_stop_gradient(model, "layer2")
+
+    Args:
+        model: as in :func:`insert`.
+        at: as in :func:`insert`.
+        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+
+    Raises:
+        SurgeryError: as in :func:`insert`.
+    """
+    return _operate(model, at, StopGradient, **options)
+
+
+def insert_transform(
+    model: M,
+    at: At,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    backward: Literal["straight_through", "frozen", "none"] = "straight_through",
+    **options: Any,
+) -> M:
+    """Replace the value at a place by ``fn`` of it, with a backward of your choice.
+
+        gs.insert_transform(model, "layer2", torch.round)                          # quantise, gradient as if not
+        gs.insert_transform(model, "layer2", denoiser, backward="frozen")          # gradient through, none for denoiser
+        gs.insert_transform(model, "layer2", augment, backward="none")             # nothing flows back
+
+    Args:
+        model: as in :func:`insert`.
+        at: as in :func:`insert`.
+        fn: a function, or a module, whose parameters and buffers then become part of the model.
+        backward: ``"straight_through"`` passes the gradient on as if ``fn`` were the identity (Bengio et al. 2013,
+            https://arxiv.org/abs/1308.3432), and ``fn`` must keep the shape; ``"frozen"`` differentiates ``fn`` with
+            respect to its input only; ``"none"`` cuts the gradient.
+        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+
+    Raises:
+        OperatorError: where ``fn`` cannot be called, or at the forward where it breaks its promise.
+        SurgeryError: as in :func:`insert`.
+    """
+    kinds = {"straight_through": StraightThrough, "frozen": FrozenTransform, "none": DetachedTransform}
+    if backward not in kinds:
+        raise SurgeryError(f"backward={backward!r} was asked for. It is one of {', '.join(map(repr, kinds))}.")
+    operator = kinds[backward](fn)
+    return _operate(model, at, lambda: operator, **options)
+
+
+def remove(model: M, at: At | None = None) -> M:
+    """Undo: give back the class, the code and the behaviour that a place, or the whole model, had before.
+
+        gs.remove(model, "layer3")
+        gs.remove(model)
+
+    Args:
+        model: the operated model, also through its wrapper.
+        at: the places, as in :func:`insert`; both sides of a module. None is every place.
+
+    Raises:
+        AddressError: where nothing was inserted.
+    """
+    root = bare(model)
+    there = list(listing.places_of(root))
+    gone = there if at is None else _at(root, there, at)
+    if not gone:
+        inserted = ", ".join(dict.fromkeys(repr(operation.address) for operation in operations(model)))
+        raise AddressError(
+            f"nothing was inserted {'in this model' if at is None else f'at {at!r}'}, so nothing can be removed. "
+            + (f"There are operators at {inserted}." if inserted else "gs.operations(model) lists what is there.")
+        )
+    withdraw([(module, place) for _, module, place in gone])
+    return model
+
+
+def operations(model: nn.Module) -> Table[Operation]:
+    """What was inserted where, in the order of the model: a list that prints as a table.
+
+        gs.operations(model)[0].operator.lambd = 0.3
+
+    A shared module is listed under each of its names.
+
+    Args:
+        model: the operated model, also through its wrapper.
+    """
+    root = bare(model)
+    return Table(Operation, listing.operations_of(root))
+
+
+def sites(model: nn.Module, pattern: str = "**", example: Example = None) -> Table[Site]:
+    """Every address of a model that can be operated on: a list that prints as a table.
+
+        gs.sites(model)                                 # every module
+        gs.sites(model, "layer3.*")                     # the children of one
+        gs.sites(model, "layer3.0:*", example=x)        # the ops in its forward, with their shapes
+
+    Args:
+        model: any model that :func:`insert` takes.
+        pattern: a glob over addresses.
+        example: inputs to run the model on once, as in :func:`insert`; only what runs is listed then.
+
+    Raises:
+        CaptureError: where the ops of a forward cannot be listed.
+    """
+    root = bare(model)
+    asked = grammar.parse(pattern)
+    if isinstance(root, torch.fx.GraphModule):
+        return Table(Site, listing.graph_sites(root, asked))
+    rows = listing.op_sites if asked.where.kind == "op" else listing.module_sites
+    return Table(Site, rows(root, asked, read_example(example)))
+
+
+@contextlib.contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Context manager in which the model computes and differentiates as if it had never been operated on.
+
+        with gs.disabled(model):
+            plain = model(x)
+
+    Not for models that another thread is using: what is switched is the class of the modules.
+
+    Args:
+        model: the operated model, also through its wrapper.
+    """
+    modules = list(bare(model).modules())
+    nodes = [module for module in modules if isinstance(module, NodePlace)]
+    with without(modules):
+        try:
+            for node in nodes:
+                node.active = False
+            yield
+        finally:
+            for node in nodes:
+                node.active = True
+
+
+def graph(model: nn.Module, at: At) -> torch.fx.Graph:
+    """The graph of the forward that owns a place, as it stands now, to read.
+
+        print(gs.graph(model, "layer3.0:add"))
+
+    Args:
+        model: the operated model, also through its wrapper.
+        at: one place, as in :func:`insert`.
+
+    Raises:
+        AddressError: where ``at`` does not name exactly one place.
+        CaptureError: where fx cannot trace the forward that owns an op.
+    """
+    targets = resolve(bare(model), at)
+    _expect(targets, 1, at)
+    return listing.graph_of(targets[0])
+
+
+def _operate(
+    model: M,
+    at: At,
+    make: Callable[[], nn.Module],
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
+) -> M:
+    root, arguments = bare(model), read_example(example)
+    if side not in ("output", "input"):
+        raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
+    operator = make()
+    _check_operator(operator, model)
+    targets = resolve(root, at, side, ops_on(root, arguments))
+    _expect(targets, expect, at)
+    if not inplace:
+        if model is not root:
+            raise SurgeryError(
+                f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
+                "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
+            )
+        model, copies = twin(model)
+        targets = [dataclasses.replace(target, module=copies[id(target.module)]) for target in targets]
+        root = model
+    done = commit([Insertion(target, operator if k == 0 else make()) for k, target in enumerate(targets)])
+    if arguments is not None:
+        try:
+            _check_that_all_run(root, targets, done, arguments)
+        except BaseException:
+            withdraw(done)
+            raise
+    return model
+
+
+def _check_operator(operator: Any, model: nn.Module) -> None:
+    if not isinstance(operator, nn.Module):
+        hint = f" (call it: {operator.__name__}(...))" if isinstance(operator, type) else ""
+        raise OperatorError(
+            f"the operator is {operator!r}, which is not an nn.Module instance{hint}. Give an operator such as "
+            "gs.GradientReversal(0.5), or use gs.insert_transform(model, at, fn) for a function."
+        )
+    wrapper = owns_parameters(model)
+    state = [name for name, _ in (*operator.named_parameters(), *operator.named_buffers())]
+    if wrapper and state:
+        raise SurgeryError(
+            f"the operator has parameters or buffers of its own ({', '.join(state[:3])}), and the model is in "
+            f"{wrapper}, which has taken in its set of them already and would not train these. "
+            "Insert it before wrapping the model."
+        )
+
+
+def _expect(targets: list[Target], expect: int | None, at: At) -> None:
+    if expect is not None and len(targets) != expect:
+        there = ", ".join(repr(target.address) for target in targets[:8]) + (", ..." if len(targets) > 8 else "")
+        raise AddressError(
+            f"{at!r} was to name exactly {expect} place{'s' * (expect != 1)}; it names {len(targets)}: {there}. "
+            "Change the address, or the number that is expected."
+        )
+
+
+def _check_that_all_run(
+    root: nn.Module, targets: list[Target], done: list[tuple[nn.Module, Place]], arguments: Arguments
+) -> None:
+    run_example(root, *arguments)
+    idle = [target.address for target, (_, place) in zip(targets, done, strict=True) if not place.runs]
+    for _, place in done:
+        place.runs = 0
+    if idle:
+        raise AddressError(
+            f"{', '.join(map(repr, idle))} never ran in the forward on the example, so an operator there would do "
+            "nothing. gs.sites(model, example=...) lists what runs."
+        )
+
+
+def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
+    named = {_key(target.key) for target in resolve(root, at)}
+    with contextlib.suppress(AddressError):  # an op, which has no input side
+        named |= {_key(target.key) for target in resolve(root, at, "input")}
+    return [row for row in there if _key((id(row[1]), row[2].inner, row[2].where)) in named]
+
+
+def _key(key: tuple[int, str, Where]) -> tuple[int, str, Where]:
+    """An op that is called once has two addresses, with and without ``@0``."""
+    return *key[:2], dataclasses.replace(key[2], call=key[2].call or 0)

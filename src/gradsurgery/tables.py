@@ -1,0 +1,107 @@
+"""Lists that print as a table, and the two kinds of rows that this package hands out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from .place import Place
+
+__all__ = ["Operation", "Site", "Table", "columns"]
+
+Row = TypeVar("Row", bound="Site | Operation")
+
+
+class Operation:
+    """One operator at one place of a model, live: what is set on ``operator`` counts from the next forward on.
+
+    Attributes:
+        address: where, as :func:`gradsurgery.remove` takes it.
+        side: ``"output"`` or ``"input"`` of the module, or ``"op"``.
+        operator: the module that does it.
+        runs: eager forwards through it since it was inserted; compiled code does not count.
+    """
+
+    head: ClassVar = ("address", "side", "operator", "runs")
+
+    def __init__(self, address: str, module: nn.Module, place: Place) -> None:
+        self.address = address
+        self.side = place.where.kind
+        self._module = module
+        self._place = place
+
+    @property
+    def operator(self) -> nn.Module:
+        return self._place.operator(self._module)
+
+    @property
+    def runs(self) -> int:
+        return self._place.runs
+
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows."""
+        runs = str(self.runs) if self.runs else "0 (has not run yet)"
+        return repr(self.address), self.side, one_line(self.operator), runs
+
+    def __repr__(self) -> str:
+        return f"Operation({', '.join(f'{n}={c}' for n, c in zip(self.head, self.cells(), strict=True))})"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One address that can be operated on.
+
+    Attributes:
+        address: the string to use.
+        kind: ``"module"`` or ``"op"``.
+        op: the class of the module, or the name of the op.
+        shape: of the value, where an example was given; the first tensor of a nested value.
+        dtype: likewise.
+        source: the file and line where the forward, or the op, is written.
+    """
+
+    address: str
+    kind: str
+    op: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    source: str = ""
+
+    head: ClassVar = ("address", "kind", "op", "shape", "dtype", "source")
+
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows."""
+        shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        return repr(self.address), self.kind, self.op, shape, dtype, self.source
+
+    def __str__(self) -> str:
+        return "  ".join(cell for cell in self.cells() if cell)
+
+
+class Table(list[Row], Generic[Row]):
+    """A list whose text is a table with one row an item."""
+
+    def __init__(self, kind: type[Row], rows: Iterable[Row] = ()) -> None:
+        super().__init__(rows)
+        self._head: tuple[str, ...] = kind.head
+
+    def __repr__(self) -> str:
+        return columns(self._head, [row.cells() for row in self])
+
+    __str__ = __repr__
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text under a head, each column as wide as it needs; columns that say nothing are left out."""
+    kept = [k for k in range(len(head)) if not rows or any(row[k] for row in rows)]
+    lines = [[line[k] for k in kept] for line in (head, *rows)]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(kept))]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def one_line(module: Any) -> str:
+    """A module's text on one line."""
+    return " ".join(repr(module).split())

@@ -1,0 +1,106 @@
+"""Objects that wrap a model: seen through where the model inside can be operated on live, refused where it cannot."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch import is_fsdp2, wrapped_attribute
+from .errors import SurgeryError
+
+__all__ = ["HOLDER", "bare", "child", "owns_parameters", "walk"]
+
+HOLDER = "gradsurgery"
+"""The child of a ``GraphModule`` that holds the operators of its graph."""
+
+
+def bare(model: Any) -> nn.Module:
+    """The model that the user wrote, inside ``torch.compile``, DDP and activation-checkpoint wrappers.
+
+    Raises:
+        SurgeryError: where ``model`` is no module, or a wrapper whose inside must be operated on before it is made.
+    """
+    _refuse(model)
+    while (attribute := wrapped_attribute(model)) is not None:
+        model = getattr(model, attribute)
+        _refuse(model)
+    return model
+
+
+def owns_parameters(model: nn.Module) -> str | None:
+    """The name of a wrapper that has taken in the set of parameters and would not notice a new one."""
+    module: nn.Module = model
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel"
+        if (attribute := wrapped_attribute(module)) is None:
+            break
+        module = getattr(module, attribute)
+    return "fully_shard (FSDP2)" if any(is_fsdp2(child) for child in module.modules()) else None
+
+
+def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name it has, wrappers left out of the names, in registration order.
+
+    ``nn.Module.named_modules`` would show a compiled child as ``layer3._orig_mod``; here it is ``layer3``.
+    """
+    yield from _walk("", root, ())
+
+
+def child(module: nn.Module, name: str) -> nn.Module | None:
+    """The child of that name as the user knows it, or None."""
+    found = module._modules.get(name)
+    while found is not None and (attribute := wrapped_attribute(found)) is not None:
+        found = getattr(found, attribute)
+    return found
+
+
+def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    above = (*above, id(module))
+    hidden = _operators_of(module)
+    for name in module._modules:
+        found = child(module, name)
+        if found is not None and name not in hidden and id(found) not in above:
+            yield from _walk(f"{path}.{name}" if path else name, found, above)
+
+
+def _operators_of(module: nn.Module) -> frozenset[str]:
+    graft = module.__dict__.get("_gs_graft")
+    names = graft.children if graft is not None else frozenset()
+    return names | {HOLDER} if isinstance(module, torch.fx.GraphModule) else names
+
+
+def _refuse(model: Any) -> None:
+    if isinstance(model, nn.DataParallel):
+        raise SurgeryError(
+            "the model is wrapped in nn.DataParallel, which copies it anew for every forward. "
+            "Operate on model.module before wrapping, or use DistributedDataParallel, which is operated on live."
+        )
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise SurgeryError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which has replaced its parameters. "
+            "Operate on the bare model before wrapping it, or use torch.distributed.fsdp.fully_shard (FSDP2), "
+            "which is operated on live."
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SurgeryError(
+            "the model is a TorchScript module, whose forward is compiled already. "
+            "Operate on the nn.Module that it was made from, then script or trace that."
+        )
+    if isinstance(model, torch.export.ExportedProgram):
+        raise SurgeryError("the model is an ExportedProgram, which is no module. Operate on program.module().")
+    if not isinstance(model, nn.Module):
+        raise SurgeryError(
+            f"the model is {_described(model)}. Give an nn.Module, a torch.fx.GraphModule, or one of these "
+            "compiled or wrapped in DistributedDataParallel or fully_shard."
+        )
+
+
+def _described(model: Any) -> str:
+    if isinstance(model, type):
+        return f"the class {model.__name__}, not an instance of it"
+    if isinstance(model, dict):
+        return "a dict (a state_dict has no forward; build the model and load it)"
+    return f"of type {type(model).__name__}, not an nn.Module"
