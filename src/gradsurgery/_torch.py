@@ -1,6 +1,105 @@
-"""Every name of torch that may go: what wraps a module, and what other tools put on its class."""
+"""Every private name of torch that the package uses, each behind one small function.
 
+A name that is missing in another version of torch gets the safe answer, which each function states.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils import checkpoint
+
+__all__ = [
+    "is_checkpointed",
+    "is_fsdp2",
+    "is_observed",
+    "is_overlay",
+    "is_transformed",
+    "pytree_node",
+    "saved_tensors_hooks",
+    "wrapped_attribute",
+]
+
+
+def is_observed() -> bool:
+    """Whether something looks at the single ops: a compiler, an exporter, a tracer, a function transform or forward AD.
+
+    The safe answer is yes: the aten formula is right everywhere, only slower.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
+        or torch.jit.is_tracing()
+        or is_transformed()
+        or _is_proxied()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` or a level of forward AD is active; the safe answer is yes."""
+    active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level >= 0 or active is None or active()
+
+
+def _is_proxied() -> bool:
+    """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
+    try:
+        if torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0:
+            return False
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode
+    except (AttributeError, ImportError):
+        return True
+    return get_proxy_mode() is not None
+
+
+def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of a registered pytree node and how to build it from others; None when its type is not registered.
+
+    None is the safe answer: a type that nobody can look into is refused when it holds tensors.
+    """
+    try:
+        from torch.utils._pytree import SUPPORTED_NODES
+    except ImportError:
+        return None
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(value)
+    return list(children), lambda others: node.unflatten_fn(others, context)
+
+
+def saved_tensors_hooks() -> Any:
+    """The pair of hooks that autograd now packs saved tensors with, or None."""
+    try:
+        return torch._C._autograd._top_saved_tensors_default_hooks(False)
+    except (AttributeError, TypeError):
+        return None
+
+
+def is_checkpointed(node: Any, outer: Any) -> bool:
+    """Whether activation checkpointing will compute ``node`` again in backward, other than by the hooks ``outer``.
+
+    There is no safe answer where the marks are missing; it is then no, and nothing else in torch can tell.
+    """
+    if "CheckpointFunction" in type(node).__name__:
+        return True
+    holder = getattr(checkpoint, "_Holder", ())
+    for name in _saved_names(node.__class__):
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if isinstance(getattr(one, "data", None), holder) and (outer is None or one.unpack_hook is not outer[1]):
+                return True
+    return False
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
 
 _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module"}
 
@@ -17,16 +116,17 @@ def wrapped_attribute(module: object) -> str | None:
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to this very module."""
-    return _is_fsdp_class(type(module))
+    """Whether ``fully_shard`` was applied to this very module; the safe answer is no."""
+    return any(_is_fsdp_module(base) for base in type(module).__mro__)
 
 
 def is_overlay(cls: type) -> bool:
-    """Whether torch made this class for instances it changed (``parametrize``, ``fully_shard``), on top of the user's."""
+    """Whether torch made this class for instances it changed (``parametrize``, ``fully_shard``), over the user's own."""
     if cls.__name__.startswith("Parametrized") and cls.__module__ == "torch.nn.utils.parametrize":
         return True
-    return _is_fsdp_class(cls) and cls.__name__.startswith("FSDP") and cls.__name__ != "FSDPModule"
+    return any(_is_fsdp_module(base) for base in cls.__bases__)
 
 
-def _is_fsdp_class(cls: type) -> bool:
-    return any(base.__name__ == "FSDPModule" and base.__module__.startswith("torch.") for base in cls.__mro__)
+def _is_fsdp_module(cls: type) -> bool:
+    # By name, since importing it imports torch.distributed, which not every build of torch has.
+    return cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.")

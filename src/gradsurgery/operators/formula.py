@@ -1,0 +1,246 @@
+"""One tensor in, one tensor out: the value of one tensor with the gradient of another.
+
+Two encodings of the same thing. Plain eager runs a tiny ``autograd.Function``, which saves nothing and allocates only its
+output. A tool that looks at the single ops would lose a Function's backward (``torch.export`` and ``torch.fx`` do so in
+silence), so it gets the aten formula: a tensor that carries the gradient, its value overwritten outside of autograd.
+
+The output never shares memory with an input that needs a gradient: an in-place neighbour such as ``ReLU(inplace=True)``
+raises on a view and is silently wrong on an alias. The copy has the very strides of its source, dimensions of size 1
+included, since a convolution chooses its kernel by them, and another kernel gives other bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from .._torch import is_observed, is_transformed
+from ..errors import OperatorError
+from .coefficient import name_of
+
+__all__ = [
+    "is_differentiable",
+    "mapped",
+    "private_copy",
+    "replaced",
+    "replaced_by_formula",
+    "scaled",
+    "scaled_by_formula",
+    "stopped",
+    "stopped_by_formula",
+]
+
+
+def is_differentiable(x: Tensor) -> bool:
+    """Whether tensors of this dtype have gradients at all."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def _overlaps(size: list[int], stride: list[int]) -> bool:
+    """Whether two elements may share memory; a yes may be wrong (for interleaved strides), a no never is."""
+    reach = 0
+    for step, length in sorted([(step, length) for step, length in zip(stride, size)]):
+        if length == 0:
+            return False
+        if length > 1:
+            if step <= reach:
+                return True
+            reach += step * (length - 1)
+    return False
+
+
+def _exact_copy(x: Tensor) -> Tensor:
+    """A copy in memory of its own, same bits and same strides; for where autograd does not record."""
+    y = x.clone()
+    if x.layout is not torch.strided or x.is_nested or y.stride() == x.stride():
+        return y
+    y = x.new_empty_strided(x.size(), x.stride())
+    if not _overlaps(list(x.size()), list(x.stride())):
+        return y.copy_(x)
+    # torch refuses to write through overlapping strides, so the memory below them is copied as one flat run.
+    span = 1 + sum((length - 1) * step for length, step in zip(x.size(), x.stride()))
+    y.as_strided((span,), (1,)).copy_(x.as_strided((span,), (1,), x.storage_offset()))
+    return y
+
+
+# --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language -------------------
+
+
+def _overwritten(carrier: Tensor, value: Tensor) -> Tensor:
+    """The gradient of ``carrier`` with the bits and the strides of ``value``.
+
+    Overlapping memory becomes dense here: no aten op writes to it and keeps a gradient for each element.
+    ``torch.jit.trace`` would bake the strides as constants and fail on another size, so it gets those of ``carrier``.
+    """
+    if value.is_sparse:
+        raise OperatorError(
+            "An operator was asked to act on a sparse COO tensor under a tool that records single ops. "
+            "Its values cannot be overwritten outside of autograd there. Call .to_dense() first, or run in eager."
+        )
+    flat = value.layout == torch.strided and not value.is_nested and not torch.jit.is_tracing()
+    if flat and carrier.stride() != value.stride() and not _overlaps(list(value.size()), list(value.stride())):
+        carrier = value.new_empty_strided(value.size(), value.stride()).copy_(carrier)
+    carrier.detach().copy_(value)
+    return carrier
+
+
+def scaled_by_formula(x: Tensor, factor: float) -> Tensor:
+    """The value of ``x`` and ``factor`` times its gradient."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    return _overwritten(x * factor, x.detach())
+
+
+def stopped_by_formula(x: Tensor) -> Tensor:
+    """The value of ``x`` without its history, in memory of its own."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return x
+    return _overwritten(x.detach().clone(), x.detach())
+
+
+def replaced_by_formula(x: Tensor, value: Tensor) -> Tensor:
+    """The value of ``value`` and the gradient of ``x``."""
+    # copy_ would broadcast a smaller value in silence.
+    if value.size() != x.size():
+        raise OperatorError("straight_through asks of fn a tensor of the shape it is given; fn returned another shape.")
+    return _overwritten(x.clone(), value.detach().to(x.dtype))
+
+
+# --- the eager Functions ----------------------------------------------------------------------------------------------
+#
+# forward(ctx, ...) without setup_context: ten times cheaper to call. No jvp, at which Dynamo would refuse the Function.
+# Gradients are not materialised, so that "no gradient" (None) stays none on its way up instead of becoming zeros.
+
+
+class _Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return _exact_copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else grad * ctx.factor, None
+
+
+class _Replaced(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return _exact_copy(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return grad, None
+
+
+class _Mapped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.fn = fn
+        ctx.set_materialize_grads(False)
+        return _exact_copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
+        new = ctx.fn(grad.clone())
+        # Autograd would sum a larger gradient down to the shape in silence.
+        _refuse_other_shape("map_gradient", ctx.fn, grad, new)
+        return new, None
+
+
+def _refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
+    if isinstance(got, Tensor) and got.shape == given.shape:
+        return
+    there = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
+    raise OperatorError(
+        f"{asker} asks of fn a tensor of the shape it is given, here {tuple(given.shape)}. "
+        f"fn={name_of(fn)} returned {there}. "
+        "Give an fn that keeps the shape; frozen_transform accepts one that changes it."
+    )
+
+
+# --- the dispatch -----------------------------------------------------------------------------------------------------
+
+
+def _takes_functions(x: Tensor) -> bool:
+    """Every layout does but the older nested tensor, whose shape a Function asks for and fails."""
+    return not (x.is_nested and x.layout is torch.strided)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """The value of ``x`` and ``factor`` times its gradient, in the encoding that whoever looks can keep."""
+    if not is_differentiable(x):
+        return x
+    if not is_observed():
+        if not x.requires_grad:
+            return x
+        if not torch.is_grad_enabled():
+            # Not x itself: used later with gradients on, it would pass the gradient unscaled.
+            return x.detach()
+        if _takes_functions(x):
+            return _Scaled.apply(x, factor)
+    elif torch.onnx.is_in_onnx_export():
+        # A graph for inference: the older exporter would drop the overwriting and keep the product.
+        return x
+    return scaled_by_formula(x, factor)
+
+
+def private_copy(x: Tensor) -> Tensor:
+    """The value of ``x`` without its history, in memory of its own: safe to work on in place."""
+    if not is_observed():
+        return _exact_copy(x.detach())
+    if torch.onnx.is_in_onnx_export():
+        return x.detach()
+    return stopped_by_formula(x)
+
+
+def stopped(x: Tensor) -> Tensor:
+    """The value of ``x`` without its history; ``x`` itself in eager where it has none."""
+    if not is_differentiable(x) or not (x.requires_grad or is_observed()):
+        return x
+    return private_copy(x)
+
+
+def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
+    """The value of ``value``, which ``fn`` returned for ``x``, and the gradient of ``x``."""
+    _refuse_other_shape("straight_through", fn, x, value)
+    if value.device != x.device or (value.is_complex() and not x.is_complex()):
+        raise OperatorError(
+            f"straight_through asks of fn a value that fits {x.dtype} on {x.device}. "
+            f"fn={name_of(fn)} returned {value.dtype} on {value.device}. Convert it in fn."
+        )
+    value = value.detach().to(x.dtype)
+    if not is_observed():
+        if _takes_functions(x):
+            return _Replaced.apply(x, value)
+    elif torch.onnx.is_in_onnx_export():
+        return value
+    return replaced_by_formula(x, value)
+
+
+def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The value of ``x`` and ``fn`` of its gradient."""
+    if not is_differentiable(x):
+        return x
+    if is_observed():
+        if torch.onnx.is_in_onnx_export():
+            return x
+        # Dynamo carries a Function over as it is, but drops its backward under a transform that it compiles.
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
+            raise OperatorError(
+                f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
+                "(torch.export, torch.jit.trace, make_fx, torch.func or forward AD). "
+                "No op carries a function of the gradient there, and the plain gradient would be left in silence. "
+                "Run it in eager or under torch.compile, or use scale_gradient where the function is a factor."
+            )
+        return _Mapped.apply(x, fn)
+    if not x.requires_grad:
+        return x
+    return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()

@@ -1,0 +1,88 @@
+"""Call a function on a tensor so that gradients pass through it to the tensor and stop before its own parameters."""
+
+import types
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .._torch import is_checkpointed, is_observed, saved_tensors_hooks
+from ..errors import OperatorError
+from .coefficient import name_of
+from .values import map_tensors
+
+__all__ = ["call_frozen", "modules_of"]
+
+
+class _Caller(nn.Module):
+    """A function and the modules it calls, as the one module that ``functional_call`` asks for."""
+
+    def __init__(self, fn: Callable[..., Any], modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.fn = fn
+        self.called = nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.fn(x)
+
+
+def modules_of(fn: Any) -> Iterator[nn.Module]:
+    """The modules that ``fn`` is, is bound to, or holds in a partial or a closure."""
+    if isinstance(fn, nn.Module):
+        yield fn
+    elif isinstance(fn, partial):
+        for held in (fn.func, *fn.args, *fn.keywords.values()):
+            yield from modules_of(held)
+    elif isinstance(fn, types.MethodType):
+        yield from modules_of(fn.__self__)
+    elif isinstance(fn, types.FunctionType):
+        for cell in fn.__closure__ or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # a variable that is assigned later
+                continue
+            if held is not fn:
+                yield from modules_of(held)
+
+
+def call_frozen(fn: Callable[..., Any], x: Tensor) -> Any:
+    """``fn(x)`` on detached parameters; buffers stay the live ones, so that running statistics go on."""
+    modules = [fn] if isinstance(fn, nn.Module) else list(modules_of(fn))
+    caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules) if modules else None
+    before, hooks = x.grad_fn, None if is_observed() else saved_tensors_hooks()
+    if caller is None:
+        y = fn(x)
+    else:
+        # Each parameter once, under its first name: functional_call follows the ties.
+        y = functional_call(caller, {name: p.detach() for name, p in caller.named_parameters()}, (x,))
+    if torch.is_grad_enabled() and not is_observed():
+        map_tensors(lambda out: _refuse_leaks(fn, x, before, out, hooks), y)
+    return y
+
+
+def _refuse_leaks(fn: Callable[..., Any], x: Tensor, before: Any, y: Tensor, hooks: Any) -> None:
+    """Refuse when a leaf other than ``x`` is reached from ``y`` without passing ``x``, now or in a recomputation."""
+    seen = {before, None}
+    waiting = [y.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf is not x:
+            there = f"a parameter of shape {tuple(leaf.shape)} that fn reads past its modules"
+            remedy = "Pass the module that owns it as fn, or let fn read its .detach()."
+        elif is_checkpointed(node, hooks):
+            there = "activation checkpointing inside fn, which would run again in backward with the parameters unfrozen"
+            remedy = "Turn it off inside fn, or checkpoint around the frozen transform."
+        else:
+            waiting.extend(following for following, _ in node.next_functions)
+            continue
+        raise OperatorError(
+            f"frozen_transform was asked to keep gradients from the parameters of fn={name_of(fn)}. "
+            f"There is {there}. {remedy}"
+        )

@@ -1,0 +1,233 @@
+"""The operators as layers: put them into a Sequential, or let the surgery put them into a model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OperatorError
+from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
+from .formula import is_differentiable, replaced_by_formula, stopped_by_formula
+from .frozen import modules_of
+from .functions import (
+    detached_transform,
+    frozen_transform,
+    map_gradient,
+    reverse_gradient,
+    scale_gradient,
+    stop_gradient,
+    straight_through,
+)
+
+__all__ = [
+    "DetachedTransform",
+    "FrozenTransform",
+    "GradientReversal",
+    "MapGradient",
+    "ScaleGradient",
+    "StopGradient",
+    "StraightThrough",
+]
+
+
+class GradientReversal(nn.Module):
+    """A layer that passes its input on and multiplies the gradient that comes back by ``-lambd``.
+
+    See ``reverse_gradient`` for what it is for, what it accepts and where it comes from. ``lambd`` may be set at any
+    time, is checked at once, and counts for the backward of the forwards that follow. It is a plain float: no parameter,
+    no buffer, nothing in ``state_dict``.
+
+    >>> critic = nn.Sequential(GradientReversal(lambd=0.5), nn.Linear(8, 2))
+    >>> critic[0].lambd = 1.0
+
+    Args:
+        lambd: the strength, a finite number >= 0.
+
+    Raises:
+        OperatorError: ``lambd`` is something else, here or when it is set.
+    """
+
+    lambd: float  # declared, and no property, so that TorchScript has it as an attribute that can be set
+
+    def __init__(self, lambd: float = 1.0) -> None:
+        super().__init__()
+        self.lambd = lambd
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lambd":
+            value = checked_lambd(value, "GradientReversal")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reverse_gradient(x, self.lambd)
+
+    def extra_repr(self) -> str:
+        return f"lambd={self.lambd}"
+
+
+class ScaleGradient(nn.Module):
+    """A layer that passes its input on and multiplies the gradient that comes back by ``scale``.
+
+    See ``scale_gradient``. ``scale`` may be set at any time, like the ``lambd`` of ``GradientReversal``.
+
+    >>> head = nn.Sequential(ScaleGradient(scale=0.1), nn.Linear(8, 2))
+
+    Args:
+        scale: the factor, any finite real number.
+
+    Raises:
+        OperatorError: ``scale`` is something else, here or when it is set.
+    """
+
+    scale: float
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "scale":
+            value = checked_factor(value, "ScaleGradient")
+        super().__setattr__(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return scale_gradient(x, self.scale)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}"
+
+
+class StopGradient(nn.Module):
+    """A layer that passes its input on without its history: upstream gets no gradient through it.
+
+    See ``stop_gradient``.
+
+    >>> probe = nn.Sequential(StopGradient(), nn.Linear(8, 2))
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return stop_gradient(x)
+
+
+class _OfFunction(nn.Module):
+    """A layer around a function or a module; a module becomes a child, so its parameters move and save as usual."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn = checked_fn(fn, type(self).__name__)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(fn={name_of(self.fn)})"
+
+
+class StraightThrough(_OfFunction):
+    """A layer whose value is ``fn(x)`` and whose gradient is that of the identity.
+
+    See ``straight_through``.
+
+    >>> quantise = StraightThrough(torch.round)
+
+    Args:
+        fn: a function of one tensor or an ``nn.Module`` that keeps the shape.
+
+    Raises:
+        OperatorError: ``fn`` cannot be called, or in forward, it returned something that does not fit.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            y = x
+            if is_differentiable(x):
+                with torch.no_grad():
+                    value = self.fn(stopped_by_formula(x))
+                y = replaced_by_formula(x, value)
+        else:
+            y = straight_through(x, self.fn)
+        return y
+
+
+class FrozenTransform(_OfFunction):
+    """A layer whose value is ``fn(x)`` and whose gradient passes to ``x`` and not to the parameters of ``fn``.
+
+    See ``frozen_transform``.
+
+    >>> perceptual = FrozenTransform(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+
+    Args:
+        fn: an ``nn.Module`` or a function of one tensor.
+
+    Raises:
+        OperatorError: ``fn`` cannot be called; in forward, as ``frozen_transform``; and from ``torch.jit.script`` when
+            ``fn`` has parameters that require grad, since TorchScript has no way to keep gradients from them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            y = x
+            if is_differentiable(x):
+                y = self.fn(x)
+        else:
+            y = frozen_transform(x, self.fn)
+        return y
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        learning = [name for held in modules_of(self.fn) for name, p in held.named_parameters() if p.requires_grad]
+        if learning:
+            raise OperatorError(
+                f"torch.jit.script was asked for {type(self).__name__}. "
+                f"Its fn has parameters that require grad: {', '.join(learning[:5])}; in TorchScript they would get it. "
+                "Call fn.requires_grad_(False) before scripting."
+            )
+        return self
+
+
+class DetachedTransform(_OfFunction):
+    """A layer whose value is ``fn(x)`` and that passes no gradient at all.
+
+    See ``detached_transform``.
+
+    >>> target = DetachedTransform(nn.Linear(8, 8))
+
+    Args:
+        fn: a function of one tensor or an ``nn.Module``.
+
+    Raises:
+        OperatorError: ``fn`` cannot be called.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            y = x
+            if is_differentiable(x):
+                with torch.no_grad():
+                    value = self.fn(stopped_by_formula(x))
+                y = stopped_by_formula(value)
+        else:
+            y = detached_transform(x, self.fn)
+        return y
+
+
+class MapGradient(_OfFunction):
+    """A layer that passes its input on and hands the gradient ``g`` that comes back on as ``fn(g)``.
+
+    See ``map_gradient``.
+
+    >>> clip = MapGradient(lambda g: g.clamp(-1.0, 1.0))
+
+    Args:
+        fn: a function of one tensor that keeps its shape.
+
+    Raises:
+        OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that would
+            lose ``fn``, ``torch.jit.script`` among them.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return map_gradient(x, self.fn)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise OperatorError(
+            f"torch.jit.script was asked for {self!r}. TorchScript has no function of a gradient. "
+            "Use ScaleGradient where the function is a factor, or torch.compile."
+        )
