@@ -66,7 +66,8 @@ def check(
     faults += identity_faults(pristine, subject)
     if storage != [(id(p), p.data_ptr()) for p in subject.parameters()]:
         faults.append("a parameter was copied")
-    operated = [name for name, (kind, *_) in anatomy(subject).items() if kind is not before[name][0]]
+    there = anatomy(subject)
+    operated = [name for name in before if name not in there or there[name][0] is not before[name][0]]
     if any(met(pristine, name) != met(pristine, path) for name in operated):
         faults.append(f"classes changed at {operated[:4]}")
     if not gs.operations(subject):
