@@ -121,7 +121,7 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 
 def is_overlay(cls: type) -> bool:
-    """Whether torch made this class for instances it changed (``parametrize``, ``fully_shard``), over the user's own."""
+    """Whether torch made this class for instances it changed (``parametrize``, ``fully_shard``), over the user's."""
     if cls.__name__.startswith("Parametrized") and cls.__module__ == "torch.nn.utils.parametrize":
         return True
     return any(_is_fsdp_module(base) for base in cls.__bases__)

@@ -40,7 +40,8 @@ def commit(insertions: Sequence[Insertion]) -> list[tuple[nn.Module, Place]]:
             module = group[0].target.module
             if isinstance(module, GraphModule):
                 for insertion in group:
-                    done.append((module, insert_node(insertion.target, insertion.operator)))
+                    place = insert_node(insertion.target, insertion.operator)
+                    done.append((module, place))
                 continue
             old = _places(module)
             new: list[Place] = []

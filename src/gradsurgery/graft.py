@@ -143,10 +143,11 @@ def _body(cls: type) -> dict[str, Any]:
 
 def _dressed(cls: type, forms: tuple[Form, ...], patch: Patch) -> type:
     overlays, core = _layers(cls)
+    base: Any = _base(core)
     try:
-        generated = generated_class(_base(core), forms, patch)
+        generated = generated_class(base, forms, patch)
     except TypeError:  # a default in the patched signature cannot be hashed, and so not be cached
-        generated = generated_class.__wrapped__(_base(core), forms, patch)
+        generated = generated_class.__wrapped__(base, forms, patch)
     return _stack(overlays, core, generated)
 
 
@@ -172,12 +173,12 @@ class _StandIn(type):
 
 
 @functools.cache
-def _stand_in(metaclass: type) -> type:
+def _stand_in(metaclass: Any) -> type:
     return _StandIn if metaclass is type else type("StandIn", (_StandIn, metaclass), {})
 
 
 @functools.cache
-def generated_class(base: type[nn.Module], forms: tuple[Form, ...], patch: Patch = None) -> type[nn.Module]:
+def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch = None) -> type[nn.Module]:
     """The subclass of ``base`` whose forward runs through the places; one for all instances with the same places."""
     patched = _patched_forward(base, patch)
     edits = tuple(
@@ -201,9 +202,10 @@ def generated_class(base: type[nn.Module], forms: tuple[Form, ...], patch: Patch
     cls: type[nn.Module]
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
-        make, args, *rest = super(cls, self).__reduce_ex__(protocol)
-        make, *args = (base if value is type(self) else value for value in (make, *args))
-        return (_regraft, (forms, patch, make, tuple(args)), *rest)
+        reduced: Any = super(cls, self).__reduce_ex__(protocol)
+        make, args = reduced[:2]
+        make, *args = [base if value is type(self) else value for value in (make, *args)]
+        return (_regraft, (forms, patch, make, tuple(args)), *reduced[2:])
 
     body |= {
         "__module__": base.__module__,
@@ -213,7 +215,8 @@ def generated_class(base: type[nn.Module], forms: tuple[Form, ...], patch: Patch
         "_gs_base": base,
     }
     try:
-        cls = _stand_in(type(base))(base.__name__, (base,), body)
+        metaclass: Any = type(base)
+        cls = _stand_in(metaclass)(base.__name__, (base,), body)
     except TypeError as error:
         raise SurgeryError(
             f"the class {base.__qualname__} cannot be extended ({error}), so its instances cannot be operated on. "
@@ -250,11 +253,11 @@ class _Live:
         setattr(self._operator(module), self.coefficient, value)
 
     def _operator(self, module: nn.Module) -> nn.Module:
-        return module.__dict__["_gs_graft"].places[self.k].operator(module)  # type: ignore[no-any-return]
+        return module.__dict__["_gs_graft"].places[self.k].operator(module)
 
 
 def _live_names(graft: Graft) -> list[str]:
-    plain = [(k, place._operator) for k, place in enumerate(graft.places) if place.child is None]
+    plain = [(k, place._operator) for k, place in enumerate(graft.places) if place._operator is not None]
     return [f"_gs_{k}_{name}" for k, operator in plain if (name := _SCRIPTED[type(operator)][0])]
 
 
@@ -290,7 +293,8 @@ def _methods(k: int, form: Form, whole: bool) -> dict[str, Any]:
         f"    else:\n"
         f"        return self._gs_graft.places[{k}].{run}(self, x)\n"
     )
-    names = {"torch": torch, "Tensor": Tensor, **vars(operators)}
+    # Without the module's __name__: Dynamo of torch 2.13 would look for torch and Tensor in that module.
+    names = {"torch": torch, "Tensor": Tensor, **{n: v for n, v in vars(operators).items() if n != "__name__"}}
     body[_method(k)] = compile_function(source, _method(k), names)
     return body
 
@@ -312,7 +316,7 @@ def _patched_forward(base: type[nn.Module], patch: Patch) -> Callable[..., Any] 
     if patch is None:
         return None
     if isinstance(patch, str):
-        return getattr(base, patch)  # type: ignore[no-any-return]
+        return getattr(base, patch)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self.__dict__["_gs_graft"].patched(*args, **kwargs)
@@ -327,7 +331,9 @@ def _renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The same function under another name: TorchScript compiles a method under its function's ``__name__``."""
     if not isinstance(function, types.FunctionType):
         return function
-    copy = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = function.__annotations__
     copy.__dict__.update(function.__dict__)

@@ -1,7 +1,7 @@
 """A ``torch.fx.GraphModule`` as the patient: operators become nodes of its own graph, where anyone can read them.
 
-Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write on
-every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
+Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write
+on every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
 """
 
 import itertools
@@ -237,7 +237,9 @@ def _ops(stacks: Stacks, path: str, asked: Address) -> list[Where]:
 
 def _names(stacks: Stacks, path: str) -> list[str]:
     """The ops of one module, those of its call with the most of them."""
-    calls = [[name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()]
+    calls = [
+        [name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()
+    ]
     return max(calls, key=len, default=[])
 
 

@@ -40,12 +40,12 @@ def operations_of(root: nn.Module) -> Iterator[Operation]:
         yield Operation(place.where.text(path), module, place)
 
 
-def module_sites(root: nn.Module, pattern: str, arguments: Arguments | None) -> Iterator[Site]:
-    """The module boundaries whose path matches a glob; with an example, those that ran on it."""
+def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:
+    """The module boundaries that an address with globs stands for; with an example, those that ran on it."""
     outputs = record_outputs(root, *arguments) if arguments is not None else None
     for path, module in walk(root):
         parent = child_of(root, path)
-        if not grammar.matches(pattern, path) or runs_never(parent, module):
+        if not grammar.matches(asked.path, path) or runs_never(parent, module):
             continue
         shape, dtype = (None, None) if outputs is None else outputs.get(id(module), (None, None))
         if outputs is None or id(module) in outputs:

@@ -19,9 +19,10 @@ __all__ = ["Graft", "Place", "Target"]
 class Target:
     """One place of one model: the module to operate on, and where inside it.
 
-    ``path`` is the module that was named; ``inner`` is that path inside a ``GraphModule``. ``path`` is ``hops`` names shorter than the path of ``module`` where an
+    ``path`` is the module that was named. It is ``hops`` names shorter than the path of ``module`` where an
     ``nn.Sequential`` was named: callers that walk one instead of calling it are common (timm's ``checkpoint_seq``,
     ``forward_intermediates``), so the place is its last child's output, or its first child's input.
+    ``inner`` is the path inside a ``GraphModule``.
     """
 
     module: nn.Module
@@ -144,4 +145,3 @@ class Graft:
     def children(self) -> frozenset[str]:
         """The names of the children that are operators."""
         return frozenset(place.child for place in self.places if place.child is not None)
-

@@ -35,7 +35,9 @@ def ops_of_source(owners: list[nn.Module]) -> list[list[Op]]:
         return [list_ops(owner) for owner in owners]
 
 
-def resolve(root: nn.Module, at: At, side: Literal["output", "input"] = "output", ops: Ops = ops_of_source) -> list[Target]:
+def resolve(
+    root: nn.Module, at: At, side: Literal["output", "input"] = "output", ops: Ops = ops_of_source
+) -> list[Target]:
     """Every place that ``at`` names, each once, in the order of the model.
 
     Args:
@@ -158,9 +160,9 @@ def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input
             raise AddressError(f"no module that runs matches {asked.path!r}; {tree.near(asked.path)}")
     else:
         if inside := tree.graph_above(asked.path):
-            prefix, module = inside
+            prefix, graph = inside
             inner = asked.path.removeprefix(prefix).removeprefix(".")
-            return resolve_nodes(module, dataclasses.replace(asked, path=inner), prefix)
+            return resolve_nodes(graph, dataclasses.replace(asked, path=inner), prefix)
         module = tree.at(asked.path)
         if module is None:
             return _node_name(tree, asked, side, ops)
@@ -187,11 +189,14 @@ def _resolve_in_graph(root: GraphModule, at: One, side: Literal["output", "input
     if isinstance(at, nn.Module):
         paths, asked = [path for path, module in called if module is at], f"a {type(at).__name__} object"
     elif isinstance(at, type):
-        paths, asked = [path for path in stacks.calls if stacks.is_a(path, held.get(path), at)], f"the type {at.__name__}"
+        paths, asked = (
+            [path for path in stacks.calls if stacks.is_a(path, held.get(path), at)],
+            f"the type {at.__name__}",
+        )
     elif isinstance(at, re.Pattern):
         paths, asked = [path for path in stacks.calls if at.fullmatch(path)], f"the pattern {at.pattern!r}"
     else:
-        paths, asked = [path for path, module in called if at(path, module)], "the predicate"  # type: ignore[operator]
+        paths, asked = [path for path, module in called if at(path, module)], "the predicate"
     if not paths:
         raise AddressError(f"{asked} matches nothing that this graph calls. gs.sites(model) lists every address.")
     return [target for path in paths for target in resolve_nodes(root, Address(path, Where(side)))]

@@ -97,8 +97,8 @@ def insert_grl(model: M, at: At, lambd: float = 1.0, **options: Any) -> M:
         gs.insert_grl(model, "layer3")
         gs.insert_grl(model, "layer3", lambd=0.5, example=torch.randn(1, 3, 224, 224))
 
-    The gradient reversal layer of Ganin and Lempitsky (2015, https://arxiv.org/abs/1409.7495): the identity forward, the
-    gradient times ``-lambd`` backward. A layer after the place is not affected.
+    The gradient reversal layer of Ganin and Lempitsky (2015, https://arxiv.org/abs/1409.7495): the identity forward,
+    the gradient times ``-lambd`` backward. A layer after the place is not affected.
 
     Args:
         model: as in :func:`insert`.

@@ -34,10 +34,12 @@ class Operation:
 
     @property
     def operator(self) -> nn.Module:
+        """The live operator."""
         return self._place.operator(self._module)
 
     @property
     def runs(self) -> int:
+        """Eager forwards since the insertion."""
         return self._place.runs
 
     def cells(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A twin: the same structure anew, over the very same parameters and buffers.
 
-``copy.deepcopy`` would copy the tensors, and whatever a hook or an attribute happens to hold on to: a trainer, a logger,
-a data set. A twin copies modules and the containers that hold them, and shares everything else.
+``copy.deepcopy`` would copy the tensors, and whatever a hook or an attribute happens to hold on to: a trainer, a
+logger, a data set. A twin copies modules and the containers that hold them, and shares everything else.
 """
 
 import functools
@@ -84,9 +84,10 @@ def _remap(value: Any, copies: dict[int, Any]) -> Any:
         return types.MethodType(value.__func__, _remap(value.__self__, copies))
     if type(value) is functools.partial:
         keywords = {name: _remap(item, copies) for name, item in value.keywords.items()}
-        again = functools.partial(_remap(value.func, copies), *(_remap(item, copies) for item in value.args), **keywords)
-        again.__dict__.update(value.__dict__)
-        return again
+        args = (_remap(item, copies) for item in value.args)
+        bound = functools.partial(_remap(value.func, copies), *args, **keywords)
+        bound.__dict__.update(value.__dict__)
+        return bound
     if isinstance(value, dict):
         # A shallow copy keeps the kind (OrderedDict, defaultdict), and the twin may then be changed on its own.
         again = value.copy()

@@ -1,7 +1,7 @@
 """The sealed capture: a graph that calls a module's kept forward as it is, and so can lose nothing of it.
 
-Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a module
-boundary needs no more than this, which is why it can be reached in any model.
+Control flow, ``training``, checkpointing and autocast blocks all stay live, since nothing is traced. A place at a
+module boundary needs no more than this, which is why it can be reached in any model.
 """
 
 import inspect
@@ -15,23 +15,32 @@ from .code import compile_function
 KEPT = "_gs_forward"
 """The name under which a generated class keeps the forward that it stands in front of."""
 
+
 def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
     """The graph of a forward that passes what it receives and what it returns through methods of the module.
 
     The graph mirrors the signature of ``forward`` where fx can write it. fx cannot splat, so a forward with ``*args``,
     ``**kwargs`` or keyword-only parameters is mirrored whole: what was given and what was not stay different, which
-    decorated forwards look at. For the same reason the signature is that of the outermost wrapper, as it is called.
+    decorated forwards look at. For the same reason the parameters are those of the code that is called, not those that
+    ``inspect.signature`` reports for the function inside of its decorators.
 
     Args:
         forward: the function to keep, ``self`` first.
         inputs: methods that what is received passes through, in order.
         outputs: methods that the value passes through, in order.
     """
-    parameters = list(inspect.signature(forward, follow_wrapped=False).parameters.values())
-    mirrored = bool(parameters) and all(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    if mirrored and (not inputs or len(parameters) == 2):
-        return _mirror(parameters, forward, inputs, outputs)
+    names = _plain_parameters(forward)
+    if names and (not inputs or len(names) == 2):
+        return _mirror(names, forward, inputs, outputs)
     return _splat(inputs, outputs)
+
+
+def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a function, or none where one of them is ``*args``, ``**kwargs`` or keyword-only."""
+    code = getattr(forward, "__code__", None)
+    if code is None or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return ()
+    return code.co_varnames[: code.co_argcount]
 
 
 def is_mirrored(graph: torch.fx.Graph) -> bool:
@@ -40,15 +49,17 @@ def is_mirrored(graph: torch.fx.Graph) -> bool:
 
 
 def _mirror(
-    parameters: Sequence[inspect.Parameter], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+    names: Sequence[str], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
 ) -> torch.fx.Graph:
     graph = torch.fx.Graph()
     annotations = getattr(forward, "__annotations__", {})
-    module, *received = (
+    module = graph.placeholder("self")  # fx adds a parameter of that name where the first is called something else
+    required = len(names) - len(forward.__defaults__ or ())
+    received = [
         # The default is a stand-in: define() gives the function the very objects of the original.
-        graph.placeholder(p.name, annotations.get(p.name), inspect.Signature.empty if p.default is p.empty else None)
-        for p in parameters
-    )
+        graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
+        for k, name in enumerate(names[1:], 1)
+    ]
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
     value = graph.call_method(KEPT, (module, *received))
@@ -87,12 +98,12 @@ def define(graph: torch.fx.Graph, like: Callable[..., Any]) -> Callable[..., Any
             node.type = None
         function = _function(graph)
     if is_mirrored(graph):
-        function.__defaults__ = like.__defaults__  # type: ignore[attr-defined]
+        function.__defaults__ = like.__defaults__
     function.__annotations__ = dict(getattr(like, "__annotations__", {}))
     function.__doc__ = like.__doc__
     function.__module__ = getattr(like, "__module__", function.__module__)
     function.__qualname__ = getattr(like, "__qualname__", "forward")
-    function.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    function.__signature__ = inspect.signature(like)
     return function
 
 

@@ -1,14 +1,16 @@
 """One tensor in, one tensor out: the value of one tensor with the gradient of another.
 
-Two encodings of the same thing. Plain eager runs a tiny ``autograd.Function``, which saves nothing and allocates only its
-output. A tool that looks at the single ops would lose a Function's backward (``torch.export`` and ``torch.fx`` do so in
-silence), so it gets the aten formula: a tensor that carries the gradient, its value overwritten outside of autograd.
+Two encodings of the same thing. Plain eager runs a tiny ``autograd.Function``, which saves nothing and allocates only
+its output. A tool that looks at the single ops would lose a Function's backward (``torch.export`` and ``torch.fx`` do
+so in silence), so it gets the aten formula: a tensor that carries the gradient, its value overwritten outside of
+autograd.
 
 The output never shares memory with an input that needs a gradient: an in-place neighbour such as ``ReLU(inplace=True)``
 raises on a view and is silently wrong on an alias. The copy has the very strides of its source, dimensions of size 1
 included, since a convolution chooses its kernel by them, and another kernel gives other bits.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +43,7 @@ def is_differentiable(x: Tensor) -> bool:
 def _overlaps(size: list[int], stride: list[int]) -> bool:
     """Whether two elements may share memory; a yes may be wrong (for interleaved strides), a no never is."""
     reach = 0
-    for step, length in sorted([(step, length) for step, length in zip(stride, size)]):
+    for step, length in sorted([(step, length) for step, length in zip(stride, size)]):  # noqa: B905 - TorchScript
         if length == 0:
             return False
         if length > 1:
@@ -60,12 +62,12 @@ def _exact_copy(x: Tensor) -> Tensor:
     if not _overlaps(list(x.size()), list(x.stride())):
         return y.copy_(x)
     # torch refuses to write through overlapping strides, so the memory below them is copied as one flat run.
-    span = 1 + sum((length - 1) * step for length, step in zip(x.size(), x.stride()))
+    span = 1 + sum((length - 1) * step for length, step in zip(x.size(), x.stride()))  # noqa: B905
     y.as_strided((span,), (1,)).copy_(x.as_strided((span,), (1,), x.storage_offset()))
     return y
 
 
-# --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language -------------------
+# --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language ------------------
 
 
 def _overwritten(carrier: Tensor, value: Tensor) -> Tensor:
@@ -102,8 +104,8 @@ def stopped_by_formula(x: Tensor) -> Tensor:
 
 def replaced_by_formula(x: Tensor, value: Tensor) -> Tensor:
     """The value of ``value`` and the gradient of ``x``."""
-    # copy_ would broadcast a smaller value in silence.
-    if value.size() != x.size():
+    # copy_ would broadcast a smaller value in silence; outside of TorchScript the caller has looked.
+    if torch.jit.is_scripting() and value.size() != x.size():
         raise OperatorError("straight_through asks of fn a tensor of the shape it is given; fn returned another shape.")
     return _overwritten(x.clone(), value.detach().to(x.dtype))
 
@@ -155,12 +157,22 @@ class _Mapped(Function):
         return new, None
 
 
+def _shape_of(x: Tensor) -> tuple[int, ...]:
+    if not torch.jit.is_tracing():
+        return tuple(x.shape)
+    with warnings.catch_warnings():
+        # In a trace sizes are tensors, and reading one is announced as a possible mistake.
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        return tuple(int(length) for length in x.shape)
+
+
 def _refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
-    if isinstance(got, Tensor) and got.shape == given.shape:
+    asked = _shape_of(given)
+    if isinstance(got, Tensor) and _shape_of(got) == asked:
         return
-    there = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
+    there = f"a tensor of shape {_shape_of(got)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
     raise OperatorError(
-        f"{asker} asks of fn a tensor of the shape it is given, here {tuple(given.shape)}. "
+        f"{asker} asks of fn a tensor of the shape it is given, here {asked}. "
         f"fn={name_of(fn)} returned {there}. "
         "Give an fn that keeps the shape; frozen_transform accepts one that changes it."
     )

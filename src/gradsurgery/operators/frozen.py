@@ -50,17 +50,28 @@ def modules_of(fn: Any) -> Iterator[nn.Module]:
 
 def call_frozen(fn: Callable[..., Any], x: Tensor) -> Any:
     """``fn(x)`` on detached parameters; buffers stay the live ones, so that running statistics go on."""
-    modules = [fn] if isinstance(fn, nn.Module) else list(modules_of(fn))
-    caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules) if modules else None
-    before, hooks = x.grad_fn, None if is_observed() else saved_tensors_hooks()
-    if caller is None:
-        y = fn(x)
-    else:
-        # Each parameter once, under its first name: functional_call follows the ties.
-        y = functional_call(caller, {name: p.detach() for name, p in caller.named_parameters()}, (x,))
-    if torch.is_grad_enabled() and not is_observed():
-        map_tensors(lambda out: _refuse_leaks(fn, x, before, out, hooks), y)
+    if is_observed() or not torch.is_grad_enabled():
+        return _called(fn, x)
+    before, hooks = x.grad_fn, saved_tensors_hooks()
+    y = _called(fn, x)
+    map_tensors(lambda out: _refuse_leaks(fn, x, before, out, hooks), y)
     return y
+
+
+def _called(fn: Callable[..., Any], x: Tensor) -> Any:
+    modules = list(modules_of(fn))
+    if not any(p.requires_grad for module in modules for p in module.parameters()):
+        return fn(x)
+    caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
+    # Each parameter once, under its first name: functional_call follows the ties.
+    frozen = {name: p.detach() for name, p in caller.named_parameters()}
+    if torch.jit.is_tracing() or any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules()):
+        raise OperatorError(
+            f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
+            f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
+            "Call requires_grad_(False) on them before scripting or tracing."
+        )
+    return functional_call(caller, frozen, (x,))
 
 
 def _refuse_leaks(fn: Callable[..., Any], x: Tensor, before: Any, y: Tensor, hooks: Any) -> None:

@@ -104,7 +104,8 @@ def stop_gradient(x: Value) -> Value:
     """Return ``x`` without its history, so that nothing upstream gets a gradient through it.
 
     For the target branch of self-supervised training, or a head that must not move its trunk. Upstream ``grad`` stays
-    ``None`` (not zeros). Unlike ``x.detach()`` the value has memory of its own: an in-place consumer cannot change ``x``.
+    ``None`` (not zeros). Unlike ``x.detach()`` the value has memory of its own: an in-place consumer cannot change
+    ``x``.
 
     >>> x = torch.tensor([2.0], requires_grad=True)
     >>> stop_gradient(x).requires_grad
@@ -128,9 +129,9 @@ def stop_gradient(x: Value) -> Value:
 def straight_through(x: Value, fn: Callable[..., Tensor]) -> Value:
     """Return ``fn(x)`` with the gradient of ``x`` itself, as if ``fn`` were not there.
 
-    For quantisers, binarisation and codebooks, whose own derivative is zero or none. The value is exactly ``fn(x)``, not
-    ``x + (fn(x) - x)``. ``fn`` runs without autograd, so its own parameters get no gradient here: give a codebook its
-    loss on ``fn(x)``, not on this output.
+    For quantisers, binarisation and codebooks, whose own derivative is zero or none. The value is exactly ``fn(x)``,
+    not ``x + (fn(x) - x)``. ``fn`` runs without autograd, so its own parameters get no gradient here: give a codebook
+    its loss on ``fn(x)``, not on this output.
 
     >>> x = torch.tensor([0.4, 1.6], requires_grad=True)
     >>> y = straight_through(x, torch.round)
@@ -147,16 +148,18 @@ def straight_through(x: Value, fn: Callable[..., Tensor]) -> Value:
     Raises:
         OperatorError: ``fn`` cannot be called or returned something that does not fit.
 
-    Bengio, Leonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv 1308.3432, 2013.
+    Bengio, Leonard and Courville, Estimating or Propagating Gradients Through Stochastic Neurons, arXiv 1308.3432,
+    2013.
     """
-    return _operated(straight_through, _straight, checked_fn, x, fn)  # type: ignore[no-any-return]
+    return _operated(straight_through, _straight, checked_fn, x, fn)
 
 
 def frozen_transform(x: Value, fn: Callable[..., Any]) -> Any:
     """Return ``fn(x)`` with its gradient to ``x``, and none to the parameters of ``fn``.
 
-    For a fixed loss network, renderer or decoder that a gradient has to cross. The parameters keep ``requires_grad``, and
-    other uses of them in the same graph keep their gradients. Buffers are the live ones: BatchNorm statistics go on.
+    For a fixed loss network, renderer or decoder that a gradient has to cross. The parameters keep ``requires_grad``,
+    and other uses of them in the same graph keep their gradients. Buffers are the live ones: BatchNorm statistics go
+    on.
 
     >>> layer, x = torch.nn.Linear(2, 3), torch.ones(1, 2, requires_grad=True)
     >>> frozen_transform(x, layer).sum().backward()
@@ -166,7 +169,7 @@ def frozen_transform(x: Value, fn: Callable[..., Any]) -> Any:
     Args:
         x: a tensor or a nested value, as for ``straight_through``.
         fn: an ``nn.Module``; or a function, whose modules are found where it is a bound method of one, or holds them in
-            a ``functools.partial`` or a closure. The shape may change, and any type may be returned.
+            a ``functools.partial`` or a closure. The shape may change, and the result may be nested.
 
     Raises:
         OperatorError: ``fn`` cannot be called; or in eager, parameters would get a gradient all the same: they are read
@@ -187,8 +190,8 @@ def detached_transform(x: Value, fn: Callable[..., Any]) -> Any:
 
     Args:
         x: a tensor or a nested value, as for ``straight_through``.
-        fn: a function of one tensor; the shape may change and any type may be returned. It may work in place: what it is
-            given is a copy.
+        fn: a function of one tensor; the shape may change and the result may be nested. It may work in place: what it
+            is given is a copy.
 
     Raises:
         OperatorError: ``fn`` cannot be called, or it returned tensors in a type that cannot be looked into.
@@ -199,7 +202,8 @@ def detached_transform(x: Value, fn: Callable[..., Any]) -> Any:
 def map_gradient(x: Value, fn: Callable[[Tensor], Tensor]) -> Value:
     """Return ``x`` and hand the gradient ``g`` that comes back on as ``fn(g)``.
 
-    For clipping, normalising or adding noise at one place of a network. A second backward differentiates through ``fn``.
+    For clipping, normalising or adding noise at one place of a network. A second backward differentiates through
+    ``fn``.
 
     >>> x = torch.tensor([2.0], requires_grad=True)
     >>> map_gradient(x, lambda g: g.clamp(max=0.1)).backward()
@@ -214,7 +218,7 @@ def map_gradient(x: Value, fn: Callable[[Tensor], Tensor]) -> Value:
         OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and under every tool that
             would lose ``fn``: ``torch.export``, ``torch.jit``, ``torch.func``, forward AD and ``make_fx``.
     """
-    return _operated(map_gradient, mapped, checked_fn, x, fn)  # type: ignore[no-any-return]
+    return _operated(map_gradient, mapped, checked_fn, x, fn)
 
 
 def _operated(

@@ -35,8 +35,8 @@ class GradientReversal(nn.Module):
     """A layer that passes its input on and multiplies the gradient that comes back by ``-lambd``.
 
     See ``reverse_gradient`` for what it is for, what it accepts and where it comes from. ``lambd`` may be set at any
-    time, is checked at once, and counts for the backward of the forwards that follow. It is a plain float: no parameter,
-    no buffer, nothing in ``state_dict``.
+    time, is checked at once, and counts for the backward of the forwards that follow. It is a plain float: no
+    parameter, no buffer, nothing in ``state_dict``.
 
     >>> critic = nn.Sequential(GradientReversal(lambd=0.5), nn.Linear(8, 2))
     >>> critic[0].lambd = 1.0
@@ -176,8 +176,8 @@ class FrozenTransform(_OfFunction):
         if learning:
             raise OperatorError(
                 f"torch.jit.script was asked for {type(self).__name__}. "
-                f"Its fn has parameters that require grad: {', '.join(learning[:5])}; in TorchScript they would get it. "
-                "Call fn.requires_grad_(False) before scripting."
+                f"Its fn has parameters that require grad: {', '.join(learning[:5])}; in TorchScript they would get it."
+                " Call fn.requires_grad_(False) before scripting."
             )
         return self
 
@@ -219,8 +219,8 @@ class MapGradient(_OfFunction):
         fn: a function of one tensor that keeps its shape.
 
     Raises:
-        OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that would
-            lose ``fn``, ``torch.jit.script`` among them.
+        OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that
+            would lose ``fn``, ``torch.jit.script`` among them.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,9 +3,11 @@
 import copy
 import dataclasses
 import types
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
@@ -22,8 +24,8 @@ PLAIN = (bool, int, float, complex, str, bytes, bytearray, range, type, types.Fu
 def map_tensors(operate: Operate, value: Any) -> Any:
     """``value`` with every tensor (and every stand-in for one, such as an fx Proxy) replaced by ``operate`` of it.
 
-    Everything else passes by identity, also a container in which nothing changed. A tensor that occurs twice is operated
-    on once and stays one tensor; two views of one memory become two tensors of their own.
+    Everything else passes by identity, also a container in which nothing changed. A tensor that occurs twice is
+    operated on once and stays one tensor; two views of one memory become two tensors of their own.
     """
     done: dict[Any, Any] = {}
 
@@ -35,11 +37,11 @@ def map_tensors(operate: Operate, value: Any) -> Any:
     return _map(once, value)
 
 
-def _map(operate: Operate, value: Any) -> Any:
-    if isinstance(value, Tensor) or has_torch_function_unary(value):
-        return operate(value)
+def _map(operate: Operate, value: Any, nested: bool = False) -> Any:
     if value is None or isinstance(value, PLAIN):
         return value
+    if isinstance(value, Tensor) or has_torch_function_unary(value):
+        return operate(value)
     kind = type(value)
     if kind is tuple or kind is list:
         return _rebuilt(operate, value, value, kind)
@@ -58,16 +60,19 @@ def _map(operate: Operate, value: Any) -> Any:
         # Slots of a dataclass are its fields; in __dict__ there may be more, such as a cached property.
         hidden = {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in names}
         if hidden:
-            _refuse_tensors(hidden, value)
+            _refuse_tensors(hidden, value)  # half of it would be operated on
         children = [getattr(value, name) for name in names]
         return _rebuilt(operate, value, children, lambda new: _with_fields(value, names, new))
-    _refuse_tensors(value, value)
+    if nested:
+        _name_tensors(value)
+    else:
+        _refuse_tensors(value, value)
     return value
 
 
 def _rebuilt(operate: Operate, value: Any, children: Collection[Any], build: Callable[[list[Any]], Any]) -> Any:
-    mapped = [_map(operate, child) for child in children]
-    if all(new is old for new, old in zip(mapped, children)):
+    mapped = [_map(operate, child, nested=True) for child in children]
+    if all(new is old for new, old in zip(mapped, children, strict=True)):
         return value
     return build(mapped)
 
@@ -75,7 +80,7 @@ def _rebuilt(operate: Operate, value: Any, children: Collection[Any], build: Cal
 def _refilled(value: Any, keys: Collection[Any], items: list[Any]) -> Any:
     # A copy, since a subclass may have a constructor and attributes of its own.
     new = copy.copy(value)
-    for key, item in zip(keys, items):
+    for key, item in zip(keys, items, strict=True):
         new[key] = item
     return new
 
@@ -83,7 +88,7 @@ def _refilled(value: Any, keys: Collection[Any], items: list[Any]) -> Any:
 def _with_fields(value: Any, names: list[str], items: list[Any]) -> Any:
     # Not dataclasses.replace: it runs __init__ again and refuses fields that __init__ does not take.
     new = copy.copy(value)
-    for name, item in zip(names, items):
+    for name, item in zip(names, items, strict=True):
         object.__setattr__(new, name, item)  # also where the class is frozen
     return new
 
@@ -94,7 +99,41 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _refuse_tensors(held: Any, owner: Any) -> None:
-    """Refuse ``owner`` when a tensor that could carry a gradient is found in what it holds, however deep."""
+    """Refuse ``owner`` when a tensor that could carry a gradient is found in what it holds."""
+    hidden = _hidden_tensor(held)
+    if hidden is not None:
+        raise OperatorError(
+            "An operator was asked to act on every tensor of a value. "
+            f"There is a {type(hidden).__name__} in a {_type_name(owner)}, "
+            "a type it cannot look into and build again. "
+            "Pass the tensors in a tuple, list, dict or dataclass, or register the type with "
+            "torch.utils._pytree.register_pytree_node."
+        )
+
+
+def _name_tensors(owner: Any) -> None:
+    """Say so when an object beside the tensors that are operated on holds one whose gradient stays as it is.
+
+    A warning and no error: such objects are mostly state that travels along (the key-value cache of a transformer).
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    hidden = _hidden_tensor(owner)
+    if hidden is not None and getattr(hidden, "requires_grad", True):
+        warnings.warn(
+            f"a {_type_name(owner)} beside the tensors that are operated on may hold tensors of its own; they keep "
+            "their plain gradient, since the type cannot be looked into and built again. If the loss depends on them, "
+            "register the type with torch.utils._pytree.register_pytree_node.",
+            stacklevel=2,
+        )
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _hidden_tensor(held: Any) -> Any:
+    """The first tensor, however deep, that could carry a gradient, or an iterator, which could hold one; or None."""
     seen: set[int] = set()
     waiting = [held]
     while waiting:
@@ -103,13 +142,7 @@ def _refuse_tensors(held: Any, owner: Any) -> None:
             continue
         seen.add(id(one))
         if isinstance(one, Iterator) or (isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex())):
-            raise OperatorError(
-                "An operator was asked to act on every tensor of a value. "
-                f"There is a {type(one).__name__} in a {type(owner).__module__}.{type(owner).__qualname__}, "
-                "a type it cannot look into and build again. "
-                "Pass the tensors in a tuple, list, dict or dataclass, or register the type with "
-                "torch.utils._pytree.register_pytree_node."
-            )
+            return one
         if isinstance(one, Tensor):
             continue
         if isinstance(one, dict):
@@ -117,3 +150,4 @@ def _refuse_tensors(held: Any, owner: Any) -> None:
         elif isinstance(one, Collection) and not hasattr(one, "__array__"):
             waiting.extend(one)
         waiting.extend(_attributes(one).values())
+    return None

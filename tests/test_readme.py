@@ -1,0 +1,85 @@
+"""README.md is executed: its Python blocks in the order they stand, its one-liners each on a new model."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsurgery as gs
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+PRINTED = re.findall(r"^```text\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+ONE_LINERS = re.findall(r"^\| [^|]+ \| `((?:gs|twin|print)\b.*)` \|$", README, flags=re.MULTILINE)
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights wherever the README asks for pretrained ones: a test may not hang on a network."""
+    create_model = timm.create_model
+
+    def random_weights(name: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return create_model(name, pretrained=False, **kwargs)
+
+    monkeypatch.setattr(timm, "create_model", random_weights)
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """What torchrun sets up for the distributed block: a group, here of one process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_hub", "process_group")
+def test_python_blocks_run_in_order_and_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(BLOCKS) >= 6
+    namespace: dict[str, Any] = {}
+    for block in BLOCKS:
+        line = README[: README.index(block)].count("\n")
+        # Blank lines in front, so that a traceback gives the line of the README.
+        exec(compile("\n" * line + block, "README.md", "exec"), namespace)
+    _of_the_main_job, *printed = PRINTED
+    assert printed
+    out = capsys.readouterr().out
+    for text in printed:
+        assert text in out
+
+
+@pytest.mark.parametrize("code", ONE_LINERS)
+def test_one_liner(code: str) -> None:
+    model = timm.create_model("resnet18")
+    if code == "gs.remove(model)":
+        gs.insert_grl(model, "layer3")
+    scope = {"gs": gs, "torch": torch, "nn": nn, "model": model}
+    exec(code, scope)
+    operated = scope["twin"] if code.startswith("twin") else model
+    assert bool(gs.operations(operated)) == ("insert" in code)
+    if code.startswith("twin"):
+        assert not gs.operations(model)
+    operated(torch.randn(2, 3, 64, 64)).sum().backward()
+
+
+def test_every_row_of_the_table_was_found() -> None:
+    table = README[README.index("| you want |") :].split("\n\n")[0]
+    assert len(ONE_LINERS) == len(table.splitlines()) - 2
+
+
+def test_set_up_commands_are_two_and_run_what_they_say() -> None:
+    commands = re.findall(r"^```sh\n(.*?)\n```$", README, flags=re.MULTILINE | re.DOTALL)
+    main_job, tests = (command.split(" && ") for command in commands)
+    assert [main_job[1], tests[1]] == ["python examples/quickstart.py", "python -m pytest"]
+
+
+def test_links_lead_somewhere() -> None:
+    root = Path(__file__).parents[1]
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links
+    assert [link for link in links if not (root / link).exists()] == []
