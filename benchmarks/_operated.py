@@ -10,9 +10,12 @@ from torch import nn
 
 import gradsurgery as gs
 
-from ._reference import Call, Step, anatomy, hooked, identity_faults, met, same_output, step
+from ._reference import Call, Step, hooked, met, same_output, step
 
 LAMBD = 0.5
+
+Anatomy = dict[str, tuple[type, tuple[str, ...], int]]
+"""Per module: its class, the names in its ``__dict__`` and its number of hooks."""
 
 Untouched = dict[bool, Step]
 """The untouched network's step, by mode: True is train."""
@@ -40,7 +43,7 @@ def _mode_faults(subject: nn.Module, reference: nn.Module, call: Call, training:
     return faults + _named(f"{mode}: buffers differ", got.buffer_faults(plain))
 
 
-def _undo_faults(subject: nn.Module, before: dict[str, object]) -> list[str]:
+def _undo_faults(subject: nn.Module, before: Anatomy) -> list[str]:
     after = anatomy(subject)
     return _named("undo leaves a trace", [name for name in before if after.get(name) != before[name]])
 
@@ -83,9 +86,7 @@ def check(
     return faults + _undone_runs(subject, pristine, call, plain)
 
 
-def _undo_traces(
-    subject: nn.Module, pristine: nn.Module, before: dict[str, tuple[type, tuple[str, ...], int]]
-) -> list[str]:
+def _undo_traces(subject: nn.Module, pristine: nn.Module, before: Anatomy) -> list[str]:
     """After steps a network may hold caches of its own, so only class, hooks and new names of ours are traces."""
     after = anatomy(subject)
     wrong = [name for name in before if after[name][0] is not before[name][0] or after[name][2] != before[name][2]]
@@ -110,4 +111,61 @@ def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Unt
         if not same_output(got.output, plain[training].output):
             faults.append(f"undone, {mode}: forward differs")
         faults += _named(f"undone, {mode}: gradients differ", got.gradient_faults(plain[training]))
+    return faults
+
+
+def anatomy(model: nn.Module) -> Anatomy:
+    """Per module: its class, the names in its ``__dict__`` and its number of hooks. Undo gives back exactly this."""
+    return {
+        name: (
+            type(module),
+            tuple(module.__dict__),
+            sum(
+                len(value)
+                for key, value in vars(module).items()
+                if key.endswith("_hooks") and hasattr(value, "__len__")
+            ),
+        )
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
+    """What a user would notice about ``after``, an operated copy of the class and contents of ``before``."""
+    faults = []
+    if list(before.state_dict()) != list(after.state_dict()):
+        faults.append("state_dict keys")
+    for kind in ("named_parameters", "named_buffers", "named_modules"):
+        if [name for name, _ in getattr(before, kind)()] != [name for name, _ in getattr(after, kind)()]:
+            faults.append(kind)
+    if repr(before) != repr(after):
+        faults.append("repr")
+    for (name, one), (_, other) in zip(before.named_modules(), after.named_modules(), strict=False):
+        kind = type(one)
+        if not isinstance(other, kind):
+            faults.append(f"isinstance of {name!r}")
+        if (type(other).__name__, type(other).__qualname__, type(other).__module__) != (
+            kind.__name__,
+            kind.__qualname__,
+            kind.__module__,
+        ):
+            faults.append(f"class name of {name!r}")
+        lost = [
+            m
+            for m in dir(kind)
+            if m != "forward"
+            and callable(getattr(kind, m))
+            and not m.startswith("__")
+            and getattr(type(other), m, None) is not getattr(kind, m)
+            and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)
+        ]
+        if lost:
+            faults.append(f"methods {lost[:3]} of {name!r}")
+    for model in (after, before):
+        source = before if model is after else after
+        try:
+            result = model.load_state_dict(source.state_dict(), strict=True)
+            faults += ["strict load"] if result.missing_keys or result.unexpected_keys else []
+        except RuntimeError as error:
+            faults.append(f"strict load: {str(error)[:80]}")
     return faults

@@ -6,6 +6,7 @@ two results agree when every bit does. Bits need one thread: with two, torch's o
 
 import copy
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -211,14 +212,13 @@ def enliven(model: nn.Module, seed: int = 11) -> nn.Module:
     return model
 
 
-# --- places and identity --------------------------------------------------------------------------------------------
+# --- places ---------------------------------------------------------------------------------------------------------
 
 
 def places(model: nn.Module, call: Call) -> list[str]:
     """Paths of the modules that run and whose output gets a gradient, in the order in which they end."""
     names = {id(module): name for name, module in model.named_modules()}
     ended: dict[str, bool] = {}
-    handles = []
 
     def on_end(module: nn.Module, _args: Any, output: Any) -> None:
         name = names[id(module)]
@@ -227,8 +227,7 @@ def places(model: nn.Module, call: Call) -> list[str]:
             if is_real(leaf) and leaf.requires_grad:
                 leaf.register_hook(lambda _gradient: ended.__setitem__(name, True))
 
-    for module in model.modules():
-        handles.append(module.register_forward_hook(on_end))
+    handles = [module.register_forward_hook(on_end) for module in model.modules()]
     step(model, call, training=False)
     for handle in handles:
         handle.remove()
@@ -242,62 +241,5 @@ def spread(candidates: list[str], count: int, seed: str) -> list[str]:
     """``count`` places drawn under a seed, one from each of ``count`` equal parts: with 3, early, middle and late."""
     draw = random.Random(seed)
     bounds = [round(index * len(candidates) / count) for index in range(count + 1)]
-    parts = [candidates[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    parts = [candidates[start:end] for start, end in itertools.pairwise(bounds)]
     return [draw.choice(part) for part in parts if part]
-
-
-def anatomy(model: nn.Module) -> dict[str, tuple[type, tuple[str, ...], int]]:
-    """Per module: its class, the names in its ``__dict__`` and its number of hooks. Undo gives back exactly this."""
-    return {
-        name: (
-            type(module),
-            tuple(module.__dict__),
-            sum(
-                len(value)
-                for key, value in vars(module).items()
-                if key.endswith("_hooks") and hasattr(value, "__len__")
-            ),
-        )
-        for name, module in model.named_modules(remove_duplicate=False)
-    }
-
-
-def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
-    """What a user would notice about ``after``, an operated copy of the class and contents of ``before``."""
-    faults = []
-    if list(before.state_dict()) != list(after.state_dict()):
-        faults.append("state_dict keys")
-    for kind in ("named_parameters", "named_buffers", "named_modules"):
-        if [name for name, _ in getattr(before, kind)()] != [name for name, _ in getattr(after, kind)()]:
-            faults.append(kind)
-    if repr(before) != repr(after):
-        faults.append("repr")
-    for (name, one), (_, other) in zip(before.named_modules(), after.named_modules(), strict=False):
-        kind = type(one)
-        if not isinstance(other, kind):
-            faults.append(f"isinstance of {name!r}")
-        if (type(other).__name__, type(other).__qualname__, type(other).__module__) != (
-            kind.__name__,
-            kind.__qualname__,
-            kind.__module__,
-        ):
-            faults.append(f"class name of {name!r}")
-        lost = [
-            m
-            for m in dir(kind)
-            if m != "forward"
-            and callable(getattr(kind, m))
-            and not m.startswith("__")
-            and getattr(type(other), m, None) is not getattr(kind, m)
-            and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)
-        ]
-        if lost:
-            faults.append(f"methods {lost[:3]} of {name!r}")
-    for model in (after, before):
-        source = before if model is after else after
-        try:
-            result = model.load_state_dict(source.state_dict(), strict=True)
-            faults += ["strict load"] if result.missing_keys or result.unexpected_keys else []
-        except RuntimeError as error:
-            faults.append(f"strict load: {str(error)[:80]}")
-    return faults

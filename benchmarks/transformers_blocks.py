@@ -281,7 +281,7 @@ def main() -> int:
         exact += not any(results.values())
         print(
             f"{case.name:34}",
-            *(f"{mode} {'exact' if not found else found}" for mode, found in results.items()),
+            *(f"{mode} {found or 'exact'}" for mode, found in results.items()),
             sep="  ",
         )
     print(f"{exact} of {len(CASES)} classes exact, checkpointing {', '.join(CHECKPOINTING)}")

@@ -11,12 +11,12 @@ import pytest
 import timm
 import torch
 import torchvision
+from benchmarks._reference import same_output, step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgery as gs
-from benchmarks._reference import same_output, step
 
 from .test_cases import ONE, gradients, linear, net
 
@@ -89,7 +89,8 @@ def test_b36_hooks_stay_alive_everywhere(at: str) -> None:
     assert model(ONE).item() == 210.0
     handle.remove()
     assert model(ONE).item() == 30.0
-    assert len(calls) == 1 and isinstance(model.c, nn.Sequential)
+    assert len(calls) == 1
+    assert isinstance(model.c, nn.Sequential)
     gs.remove(model)
     assert model(ONE).item() == 30.0
 
@@ -114,7 +115,8 @@ def test_b37_b38_copies_of_an_operated_model(at: str, way: Callable[[nn.Module],
     model = gs.insert_grl(Dropped(), at, lambd=0.5).train()
     other = way(model)
     x = torch.randn(2, 8)
-    assert torch.equal(other.eval()(x), other(x)) and torch.equal(other(x), model.eval()(x))
+    assert torch.equal(other.eval()(x), other(x))
+    assert torch.equal(other(x), model.eval()(x))
     other.train(), model.train()
     outputs = []
     for one in (model, other):
@@ -207,11 +209,13 @@ def test_b48_methods_and_attributes_stay() -> None:
     features = model.forward_features(x)
     for at in ("layer3", "", "layer3.0:add"):
         gs.insert_grl(model, at)
-    assert isinstance(model, timm.models.ResNet) and type(model).__name__ == "ResNet"
+    assert isinstance(model, timm.models.ResNet)
+    assert type(model).__name__ == "ResNet"
     assert (model.num_features, model.get_classifier().out_features) == (512, 7)
     assert torch.equal(model.forward_features(x), features)
     model.reset_classifier(5)
-    assert model(x).shape == (1, 5) and len(model.layer3) == 2
+    assert model(x).shape == (1, 5)
+    assert len(model.layer3) == 2
 
 
 class Checkpointed(nn.Module):

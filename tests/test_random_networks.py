@@ -5,12 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks._reference import fresh, mapped, same_output, scaled, step
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import gradsurgery as gs
-from benchmarks._reference import fresh, mapped, same_output, scaled, step
 
 from .networks import WIDTH, Line, Network, networks
 

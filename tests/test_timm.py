@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
-
-import gradsurgery as gs
 from benchmarks._operated import LAMBD, check, untouched
 from benchmarks._reference import Call, Step, enliven, places, same_output, spread, step
 from benchmarks.boundaries import SMALLEST, build, feeding, smallest_input
+from torch import Tensor, nn
+
+import gradsurgery as gs
 
 SLICE = [
     "byobnet",
@@ -74,7 +74,7 @@ def test_torchvision_densenet_features_before_a_functional_inplace_relu() -> Non
 
 @pytest.mark.parametrize("path", ["layer2.0.bn2", "layer2.0.downsample", "layer2.0", "layer2.0.act2"])
 def test_around_a_residual_that_adds_in_place(path: str) -> None:
-    """timm's BasicBlock: ``x += shortcut`` on what ``bn2`` gave, the shortcut of ``downsample`` or the block before."""
+    """Timm's BasicBlock: ``x += shortcut`` on what ``bn2`` gave, the shortcut of ``downsample`` or the block before."""
     exact(build("resnet18"), path, feeding(64))
 
 

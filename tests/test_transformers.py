@@ -9,9 +9,10 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-import gradsurgery as gs  # noqa: E402
 from benchmarks._reference import hooked, same_output, step  # noqa: E402
 from benchmarks.transformers_blocks import CASES, CHECKPOINTING, LAMBD, Case, faults, generated, set_checkpointing  # noqa: E402
+
+import gradsurgery as gs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers announces deprecations of its own
 BY_NAME = {case.name: case for case in CASES}
