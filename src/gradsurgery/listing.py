@@ -9,9 +9,8 @@ from torch import nn
 
 from . import address as grammar
 from .capture import sealed
-from .capture.record import record_outputs
-from .capture.sites import Op
-from .example import Arguments, ops_on
+from .capture.record import Op
+from .example import Arguments, ops_on, outputs_on
 from .graft import graft_of, user_class
 from .graph_module import Stacks, name_in, node_places
 from .place import Place, Target
@@ -42,7 +41,7 @@ def operations_of(root: nn.Module) -> Iterator[Operation]:
 
 def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:
     """The module boundaries that an address with globs stands for; with an example, those that ran on it."""
-    outputs = record_outputs(root, *arguments) if arguments is not None else None
+    outputs = outputs_on(root, arguments) if arguments is not None else None
     for path, module in walk(root):
         parent = child_of(root, path)
         if not grammar.matches(asked.path, path) or runs_never(parent, module):
@@ -132,4 +131,4 @@ def _source(cls: type) -> str:
         line = inspect.getsourcelines(cls.forward)[1]  # type: ignore[attr-defined]
     except (OSError, TypeError):
         return ""
-    return f"{(file or '').rpartition('/')[2]}:{line}"
+    return f"{file}:{line}"

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 
 from . import address as grammar
 from .address import Address, Where
-from .capture.sites import Op, list_ops
+from .capture.record import Op, list_ops
 from .errors import AddressError, CaptureError, closest
 from .graft import user_class, without
 from .graph_module import Stacks, resolve_nodes

@@ -11,10 +11,9 @@ from torch import nn
 from . import address as grammar
 from . import listing
 from .address import Where
-from .capture.record import run_example
 from .edit import Insertion, commit, withdraw
 from .errors import AddressError, OperatorError, SurgeryError
-from .example import Arguments, Example, ops_on, read_example
+from .example import Arguments, Example, ops_on, read_example, run_on
 from .graft import without
 from .graph_module import NodePlace
 from .operators import (
@@ -352,7 +351,7 @@ def _expect(targets: list[Target], expect: int | None, at: At) -> None:
 def _check_that_all_run(
     root: nn.Module, targets: list[Target], done: list[tuple[nn.Module, Place]], arguments: Arguments
 ) -> None:
-    run_example(root, *arguments)
+    run_on(root, arguments)
     idle = [target.address for target, (_, place) in zip(targets, done, strict=True) if not place.runs]
     for _, place in done:
         place.runs = 0

@@ -77,7 +77,8 @@ class Site:
         """What the table shows."""
         shape = "" if self.shape is None else "x".join(map(str, self.shape)) or "scalar"
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        return repr(self.address), self.kind, self.op, shape, dtype, self.source
+        source = self.source.replace("\\", "/").rpartition("/")[2]
+        return repr(self.address), self.kind, self.op, shape, dtype, source
 
     def __str__(self) -> str:
         return "  ".join(cell for cell in self.cells() if cell)

@@ -1,11 +1,172 @@
-"""Stand-in until the opened capture lands."""
+"""The opened capture: the source of a forward with operators written into it, and everything else as it was.
 
+Nothing is traced and nothing replayed. Only the expression that an address names is edited, so control flow, modes,
+optional arguments, context managers and side effects stay the user's own live code, and an edit can never go stale.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+from .anatomy import Anatomy, Unit, anatomy
+from .edit import Counting, Editor, inner_key
+from .flow import Site, count
+from .runtime import ALL, Plan
+from .source import accepts, rebuild, recompile
+from ..errors import CaptureError
 
+__all__ = ["ALL", "OpEdit", "rewrite"]
+
+
+@dataclass(frozen=True)
 class OpEdit:
-    def __init__(self, name: str, index: int | None, method: str) -> None: ...
+    """One place in a forward, and the method of the instance that its value passes through.
+
+    A method has to hand back as it is what holds no tensor: the one ``x + y`` of a forward is edited without a look at
+    its type, so that the code stays one that TorchScript compiles.
+    """
+
+    name: str
+    index: int | None  # which call of the name; None: the name alone, which must run once in a forward; ALL: every call
+    method: str
 
 
-def rewrite(*args: Any) -> dict[str, Any]:
-    raise NotImplementedError
+@dataclass
+class Orders:
+    """What is to be done at each site: ``plain`` methods to call, or ``slots`` of names to count."""
+
+    plain: dict[tuple[Unit, int], list[str]] = field(default_factory=dict)
+    slots: dict[tuple[Unit, int], list[int]] = field(default_factory=dict)
+    plan: Any = None
+
+    def nodes(self, unit: Unit) -> set[int]:
+        return {node for place in (self.plain, self.slots) for u, node in place if u is unit}
+
+
+def rewrite(
+    cls: type, edits: tuple[OpEdit, ...], forward: Callable[..., Any] | None = None
+) -> dict[str, Callable[..., Any]]:
+    """The functions that a subclass of ``cls`` needs for the values of some ops to pass through its methods.
+
+    Args:
+        cls: the class whose forward holds the ops.
+        edits: the places; two at the same one act in this order.
+        forward: the function that runs in place of ``cls.forward``, ``self`` first, where an instance has been patched.
+
+    Raises:
+        CaptureError: where the source cannot be had, or an op is written so that its value cannot be replaced.
+    """
+    body = anatomy(cls, forward)
+    if any(cls_function is not unit.function for unit, cls_function in _live(body)):
+        anatomy.cache_clear()  # a method was replaced on the class since
+        _rewritten.cache_clear()
+        body = anatomy(cls, forward)
+    return _rewritten(body, edits)
+
+
+def _live(body: Anatomy) -> list[tuple[Unit, Any]]:
+    units = [unit for unit in body.units.values() if unit.public and unit is not body.root]
+    return [(unit, body.owner_of(unit.key)) for unit in units]
+
+
+@functools.lru_cache(maxsize=4096)
+def _rewritten(body: Anatomy, edits: tuple[OpEdit, ...]) -> dict[str, Callable[..., Any]]:
+    orders = _orders(body, edits)
+    return write(body, orders)
+
+
+def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:
+    """Decide for every name whether its calls can be told apart in the source, or have to be counted."""
+    orders = Orders()
+    slots: list[tuple[str, tuple[tuple[int | None, str], ...]]] = []
+    for name in dict.fromkeys(edit.name for edit in edits):
+        wanted = [edit for edit in edits if edit.name == name]
+        sites = [(u, s) for u in body.units.values() for s in u.sites.values() if s.is_named(name) != "no"]
+        if not sites:
+            raise CaptureError(
+                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.parsed.where(body.root.parsed.tree)}) "
+                "has no such op. List what it has with `gradsurgery.sites`."
+            )
+        told = [_told(body, sites, name, edit) for edit in wanted]
+        if all(found is not None for found in told):
+            for edit, found in zip(wanted, told, strict=True):
+                for place in found or ():
+                    orders.plain.setdefault(place, []).append(edit.method)
+        else:
+            for unit, site in sites:
+                orders.slots.setdefault((unit, site.node), []).append(len(slots))
+            slots.append((name, tuple((edit.index, edit.method) for edit in wanted)))
+    orders.plan = Plan(body.cls.__qualname__, tuple(slots))
+    return orders
+
+
+def _told(
+    body: Anatomy, sites: list[tuple[Unit, Site]], name: str, edit: OpEdit
+) -> list[tuple[Unit, int]] | None:
+    """The sites of one edit where the source alone tells them, else None."""
+    if any(site.is_named(name) == "maybe" for _, site in sites):
+        return None
+    if edit.index == ALL:
+        return [(unit, site.node) for unit, site in sites]
+
+    def weight(site: Site) -> tuple[float, float]:
+        if site.is_named(name) == "no":
+            return 0, 0
+        return (1 if site.sure or len(sites) == 1 else 0), 1
+
+    counted = count(body.root, weight)
+    index = edit.index or 0
+    hit = [(u, s) for u, s in sites if s in counted.before and counted.before[s][0] <= index <= counted.before[s][1]]
+    exact = all(counted.before[s] == (index, index) and weight(s) == (1, 1) for _, s in hit)
+    runs = counted.total[0] > index and (edit.index is not None or counted.total == (1, 1))
+    return [(u, s.node) for u, s in hit] if hit and exact and runs and not counted.loose else None
+
+
+def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
+    """Compile every function of a forward that an order stands in, or that calls one that does."""
+    units = list(body.units.values())
+    touched = _upstream(units, {unit for unit in units if orders.nodes(unit)})
+    counted = _upstream(units, {unit for unit, _ in orders.slots})
+    namespace: dict[str, Callable[..., Any]] = {}
+    for unit in units:
+        if unit not in touched:
+            continue
+        if unit.names.rebinds_self():
+            raise CaptureError(
+                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}); it "
+                f"binds the name '{unit.names.self_name}' to something else. Operate on a child, or on the output."
+            )
+        if unit not in counted or unit.public:
+            outer: Counting = "outer" if unit in counted else "none"
+            namespace[unit.key] = _function(unit, orders, touched, counted, outer)
+        if unit in counted and unit is not body.root:
+            namespace[inner_key(unit)] = _function(unit, orders, touched, counted, "inner")
+    return namespace
+
+
+def _upstream(units: list[Unit], some: set[Unit]) -> set[Unit]:
+    """Some units, and all that reach them."""
+    found = set(some)
+    while more := {u for u in units if u not in found and any(r.unit in found for r in u.reaches.values())}:
+        found |= more
+    return found
+
+
+def _function(
+    unit: Unit, orders: Orders, touched: set[Unit], counted: set[Unit], counting: Counting
+) -> Callable[..., Any]:
+    key = inner_key(unit) if counting == "inner" else unit.key
+    if counting == "inner":
+        refusing = [w for w in unit.wrappers if not accepts(w, "_gs_count")]
+        if refusing:
+            raise CaptureError(
+                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}) that "
+                "has to be counted as it runs; its decorator takes no further keyword, so the counter cannot be passed. "
+                "Operate on a child, or on the output."
+            )
+    editor = Editor(unit, orders, touched, counted, counting)
+    tree = editor.edit(copy.deepcopy(unit.parsed.tree), key)
+    function = recompile(unit.parsed, tree, editor.provided)
+    return rebuild(unit.wrappers, unit.parsed.function, function)

@@ -1,0 +1,189 @@
+"""What an edited forward calls as it runs, where the place of an operator cannot be told from the source alone.
+
+The counters live in a list made by the outermost edited function of a call and handed on from there. Nothing is stored
+on the module, so threads, recursion and replicas cannot count for each other.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from .flow import Site
+
+ALL = -1
+"""The index of an edit that holds for every call of a name."""
+
+# Which backward is running, -1 outside of one. Where a version of torch lacks it, carry() goes by the end of the call.
+_backward_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor or a container that holds one: what makes an expression count as an op."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, tuple | list):
+        return any(holds_tensor(item) for item in value)
+    if isinstance(value, dict):
+        return any(holds_tensor(item) for item in value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return any(holds_tensor(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return False
+
+
+def child_at(owner: nn.Module, path: str) -> nn.Module | None:
+    """The child of a module at a path, or None."""
+    child: nn.Module | None = owner
+    for part in path.split("."):
+        child = child._modules.get(part) if child is not None else None
+    return child
+
+
+def name_of(owner: nn.Module, callee: Any, site: Site) -> str | None:
+    """The name of a call whose callee only the run knows: its path for a child, its own name for a function."""
+    if isinstance(callee, nn.Module):
+        if callee is owner:
+            return None
+        paths = (path for path, module in owner.named_modules(remove_duplicate=False) if module is callee)
+        return next((path for path in paths if site.is_named(path) != "no"), None)
+    if site.tail is not None:
+        return site.tail
+    name = getattr(callee, "__name__", None)
+    return (site.prefix or name) if name and not isinstance(callee, type) else None
+
+
+def _mode(owner: nn.Module) -> str:
+    return "train" if owner.training else "eval"
+
+
+class Plan:
+    """The counted edits of one class: names in slots, each with the methods to call at each index."""
+
+    def __init__(self, forward: str, slots: tuple[tuple[str, tuple[tuple[int | None, str], ...]], ...]) -> None:
+        self.forward, self.slots = forward, slots
+
+    def begin(self, whole: bool) -> list[int]:
+        """Fresh counters for one call; not ``whole`` where the call came in by another way than the forward."""
+        if not whole and torch.is_grad_enabled():
+            for name, edits in self.slots:
+                for index, _ in edits:
+                    if index is not None and index > 0:
+                        raise CaptureError(
+                            f"asked for '{name}@{index}' of {self.forward}, which is counted from the start of the "
+                            "forward; a method of the module was called directly, where that call cannot be told. "
+                            "Call the module itself, or address a child."
+                        )
+        return [0] * (len(self.slots) + 1)  # the last one: whether the call is over
+
+    def close(self, counts: list[int]) -> None:
+        counts[-1] = 1
+
+    def step(self, owner: nn.Module, counts: list[int], slot: int, value: Any) -> Any:
+        """Pass the value of an op on, through the methods that are due at this call of it."""
+        if not holds_tensor(value):
+            return value
+        index = counts[slot]
+        counts[slot] = index + 1
+        for wanted, method in self.slots[slot][1]:
+            if wanted == index or wanted == ALL or (wanted is None and index == 0):
+                value = getattr(owner, method)(value)
+        return value
+
+    def drop(self, owner: nn.Module, counts: list[int], slot: int, value: Any) -> Any:
+        """Count an op whose value nobody reads."""
+        ran = counts[slot]
+        name, edits = self.slots[slot]
+        due = any(index in (ran, ALL) or (index is None and ran == 0) for index, _ in edits)
+        if holds_tensor(value):
+            counts[slot] = ran + 1
+            if due and torch.is_grad_enabled():
+                raise CaptureError(
+                    f"asked for '{name}' of {self.forward}; nobody reads the value of its call {ran}, so an operator "
+                    "there would do nothing. Address the op that reads what it changes, or the output of the module."
+                )
+        return value
+
+    def call(
+        self, owner: nn.Module, counts: list[int], slots: tuple[int, ...], site: Site, *call: Any, **kwargs: Any
+    ) -> Any:
+        """Call what only the run knows, and pass its value on if it goes by one of the names."""
+        return self._call(self.step, owner, counts, slots, site, call, kwargs)
+
+    def call_dropped(
+        self, owner: nn.Module, counts: list[int], slots: tuple[int, ...], site: Site, *call: Any, **kwargs: Any
+    ) -> Any:
+        """The same for a call whose value nobody reads."""
+        return self._call(self.drop, owner, counts, slots, site, call, kwargs)
+
+    def _call(
+        self,
+        then: Callable[..., Any],
+        owner: nn.Module,
+        counts: list[int],
+        slots: tuple[int, ...],
+        site: Site,
+        call: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        callee, *args = call
+        value = callee(*args, **kwargs)
+        for slot in slots:
+            name = self.slots[slot][0]
+            if isinstance(callee, nn.Module) and child_at(owner, name) is not callee:
+                continue
+            if name_of(owner, callee, site) == name:
+                value = then(owner, counts, slot, value)
+        return value
+
+    def end(self, owner: nn.Module, counts: list[int], whole: bool, value: Any = None) -> Any:
+        """Pass on what the call returns, once every op that was asked for has run as often as it should."""
+        if torch.is_grad_enabled():
+            for (name, edits), ran in zip(self.slots, counts, strict=False):
+                for index, _ in edits:
+                    if index is None and ran > 1:
+                        raise CaptureError(
+                            f"asked for '{name}' of {self.forward}; it ran {ran} times in this call. "
+                            f"Say which: '{name}@0' to '{name}@{ran - 1}', or '{name}@*' for all of them."
+                        )
+                    if whole and index != ALL and ran <= (index or 0):
+                        asked = name if index is None else f"{name}@{index}"
+                        raise CaptureError(
+                            f"asked for '{asked}' of {self.forward}; in this call, in {_mode(owner)} mode, '{name}' ran "
+                            f"{ran} times, so the operator would have been passed by. Take the mode and the arguments "
+                            "under which it runs, run without gradients, or operate on the output of the module."
+                        )
+        return value
+
+    def carry(self, function: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:
+        """A function to hand to others: it goes on counting, and counts the same again when it is run again.
+
+        A checkpoint runs its function once in the forward and once more in the backward. The second run is the same
+        call of every op, so it starts from the counters that the first one found.
+        """
+        started: list[tuple[int, list[int]]] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs, _gs_count=counts)
+            backward = _backward_id() if _backward_id is not None else -1
+            # Over, or inside a backward that the first run was not in: no new call, but an old one run again.
+            if started and (counts[-1] or backward != started[0][0]):
+                if len(started) > 1:
+                    raise CaptureError(
+                        f"asked for an op of {self.forward} in a function that it hands over, which ran {len(started)} "
+                        "times and now runs again in a backward: which call this is cannot be told. "
+                        "Operate on a child, or on the output of the module."
+                    )
+                return function(*args, **kwargs, _gs_count=list(started[0][1]))
+            started.append((backward, list(counts)))
+            return function(*args, **kwargs, _gs_count=counts)
+
+        return run
+
+    def carried(self, counts: list[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A decorator for the functions inside a forward, which may be handed over like any other."""
+        return lambda function: functools.wraps(function)(self.carry(function, counts))
