@@ -5,6 +5,8 @@ right by construction. No variable is read after another name for the same memor
 """
 
 import dataclasses
+import itertools
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 WIDTH = 4
+_serial = itertools.count()
 
 
 @dataclasses.dataclass
@@ -214,7 +217,10 @@ class Network:
         models = []
         for owner, body in (("sub", self.sub), ("", self.root)):
             scope: dict[str, Any] = {"torch": torch, "F": F, "Record": Record, "op": op}
-            exec(body.render(lambda index, line, owner=owner: mark(owner, index, line)), scope)
+            source = body.render(lambda index, line, owner=owner: mark(owner, index, line))
+            file = f"<drawn network {next(_serial)}>"
+            linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+            exec(compile(source, file, "exec"), scope)
             model = type("Drawn", (nn.Module,), {"forward": scope["forward"], "__module__": __name__})()
             for name, make in MODULES.items():
                 model.add_module(name, make())
