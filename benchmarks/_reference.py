@@ -32,24 +32,31 @@ def is_real(value: Any) -> bool:
 
 
 def mapped(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``fn`` on each of its floating tensors, every container keeping its exact type."""
-    if is_real(value):
-        return fn(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(fn, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(mapped(fn, item) for item in value)
-    if isinstance(value, MutableMapping):
-        result = copy.copy(value)
-        for key in list(result):
-            result[key] = mapped(fn, value[key])
-        return result
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        result = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(result, field.name, mapped(fn, getattr(value, field.name)))
-        return result
-    return value
+    """``value`` with ``fn`` on each of its floating tensors, once on each, every container keeping its exact type."""
+    done: dict[int, Tensor] = {}
+
+    def go(value: Any) -> Any:
+        if is_real(value):
+            if id(value) not in done:
+                done[id(value)] = fn(value)
+            return done[id(value)]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(go, value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(go, value))
+        if isinstance(value, MutableMapping):
+            result = copy.copy(value)
+            for key in list(result):
+                result[key] = go(value[key])
+            return result
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            result = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(result, field.name, go(getattr(value, field.name)))
+            return result
+        return value
+
+    return go(value)
 
 
 def leaves(value: Any) -> Iterator[Tensor]:

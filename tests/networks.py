@@ -50,7 +50,7 @@ NEST = {"tuple": "({}, 3, {})", "dict": "{{'a': {}, 'count': 3, 'b': {}}}", "rec
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "lin": lambda: nn.Linear(WIDTH, WIDTH),
     "again": lambda: nn.Linear(WIDTH, WIDTH),
-    "tanh": nn.Tanh,
+    "squash": nn.Tanh,
     "over": lambda: nn.ReLU(inplace=True),
     "same": nn.Identity,
     "drop": lambda: nn.Dropout(0.5),
@@ -70,7 +70,7 @@ class Memory:
 
 @dataclasses.dataclass
 class Line:
-    """One statement of a forward: it sets ``target``; ``op`` is fx's name for it, ``module`` what it calls."""
+    """One statement of a forward: it sets ``target``; ``op`` is its name in an address, ``module`` what it calls."""
 
     target: str
     text: str
@@ -98,6 +98,11 @@ class Body:
             if where == "output":
                 rows.append(f"    {line.target} = op({line.target})")
         return "\n".join([*rows, f"    return {NEST[self.kind].format(*self.returned)}", ""])
+
+    def reads(self, index: int) -> bool:
+        """Whether anything reads what this line sets."""
+        later = [line.text for line in self.lines[index + 1 :]]
+        return any(self.lines[index].target in text for text in [*later, *self.returned])
 
     def address(self, index: int, owner: str, bare: bool) -> str:
         """The address of the op in this line; without a call index where ``bare`` and it is the only one."""
@@ -152,7 +157,7 @@ class Writer:
             memory = self.memory[argument]
         else:
             self.memory[argument].fresh, memory = False, Memory(fresh=name in ("lin", "again"))
-        about = {"module": name, "argument": argument}
+        about = {"op": name, "module": name, "argument": argument}
         if kind == "one":
             self.add(self.new(memory), f"self.{name}({argument})", **about)
             return
@@ -205,17 +210,17 @@ class Writer:
 
 @dataclasses.dataclass
 class Network:
-    """The text of a root and of its submodule ``sub``, and whether the two share the module ``lin``."""
+    """The text of a root and of its submodule ``inner``, and whether the two share the module ``lin``."""
 
     root: Body
-    sub: Body
+    inner: Body
     shared: bool
 
     def build(self, mark: Callable[[str, int, Line], str | None], op: Callable[[Any], Any] | None = None) -> nn.Module:
         """The network with seeded weights, ``op`` written in where ``mark`` says."""
         torch.manual_seed(0)
         models = []
-        for owner, body in (("sub", self.sub), ("", self.root)):
+        for owner, body in (("inner", self.inner), ("", self.root)):
             scope: dict[str, Any] = {"torch": torch, "F": F, "Record": Record, "op": op}
             source = body.render(lambda index, line, owner=owner: mark(owner, index, line))
             file = f"<drawn network {next(_serial)}>"
@@ -225,20 +230,20 @@ class Network:
             for name, make in MODULES.items():
                 model.add_module(name, make())
             models.append(model)
-        sub, root = models
-        root.add_module("sub", sub)
+        inner, root = models
+        root.add_module("inner", inner)
         if self.shared:
-            sub.lin = root.lin
+            inner.lin = root.lin
         return root
 
     def __repr__(self) -> str:
-        return f"shared={self.shared}\nsub: {self.sub.render(lambda *_: None)}\n{self.root.render(lambda *_: None)}"
+        return f"shared={self.shared}\ninner: {self.inner.render(lambda *_: None)}\n{self.root.render(lambda *_: None)}"
 
 
 @st.composite
 def networks(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Network:
     """A root of up to nine steps that may call a submodule of up to five."""
     kinds = {name: name if name in PICK else "one" for name in MODULES}
-    sub = Writer(draw, kinds).body(draw(st.integers(1, 5)))
-    root = Writer(draw, {**kinds, "sub": sub.kind}).body(draw(st.integers(3, 9)))
-    return Network(root, sub, draw(st.booleans()))
+    inner = Writer(draw, kinds).body(draw(st.integers(1, 5)))
+    root = Writer(draw, {**kinds, "inner": inner.kind}).body(draw(st.integers(3, 9)))
+    return Network(root, inner, draw(st.booleans()))
