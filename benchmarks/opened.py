@@ -1,8 +1,9 @@
 """How much of timm the opened capture reaches: one random op in every module class of every family.
 
-For the smallest model of each family and every distinct class outside ``torch.nn`` that runs: a random op of its forward
-is wrapped by an operator that changes nothing, once found with an example and once without, and the whole model's forward
-and every gradient are compared bit for bit with the untouched model's, in eval and in train mode under one seed.
+For the smallest model of each family and every distinct class outside ``torch.nn`` that runs: a random op of its
+forward is wrapped by an operator that changes nothing, once found with an example and once without, and the whole
+model's forward and every gradient are compared bit for bit with the untouched model's, in eval and in train mode under
+one seed.
 
     python benchmarks/opened.py out.jsonl [family ...]    # goes on where it stopped
     python benchmarks/opened.py out.jsonl --report
@@ -53,10 +54,6 @@ def keep(value: Any) -> Any:
     return value
 
 
-class _Unread(Exception):
-    """The value passed no operator."""
-
-
 def families() -> dict[str, str]:
     """The smallest model of each family, by parameters on the meta device."""
     smallest: dict[str, tuple[int, str]] = {}
@@ -73,7 +70,7 @@ def families() -> dict[str, str]:
 
 
 def example(model: nn.Module) -> torch.Tensor:
-    """A small input, where the model takes one: nothing here depends on the size, and a thousand backwards take long."""
+    """A small input, where the model takes one: nothing here depends on the size, and backwards take long."""
     size = model.pretrained_cfg.get("input_size", (3, 224, 224))
     x = torch.randn(2, size[0], 96, 96)
     try:
@@ -134,7 +131,7 @@ def attempt(
             except CaptureError as error:
                 if "in this call" not in str(error):
                     raise
-                reached.append(f"not in {'train' if training else 'eval'}")
+                reached.append(f"not in {'train' if training else 'eval'}: {error}")
                 continue
             finally:
                 model.load_state_dict(state)
@@ -143,7 +140,7 @@ def attempt(
             if passed[training]:
                 reached.append("ok")
         if "ok" not in reached:
-            return "refused", "the op runs in neither mode"
+            return "refused", "; ".join(reached) or "no value passed the operator"
         return "reached", ", ".join(reached)
     except CaptureError as error:
         return "refused", str(error)
@@ -200,20 +197,26 @@ def measure(family: str, name: str, done: set[tuple[str, str]], write: Any) -> N
             if not ops:
                 line[way] = ["empty", "no op in its forward"]
                 continue
-            op = chosen.choice(ops)
-            once = sum(other.name == op.name for other in ops) == 1
+            names = collections.Counter(op.name for op in ops)
+            line[f"{way}_ops"] = [len(ops), sum(op.certain or names[op.name] == 1 for op in ops)]
+            # Without an example an index may be beyond what the source tells; such an op has to be given one.
+            op = chosen.choice([op for op in ops if op.certain or names[op.name] == 1] or ops)
+            once = names[op.name] == 1
             line[way] = [*attempt(model, owner, op, x, plain, once), f"{op.name}@{op.index}", op.source, op.text]
         write(line)
 
 
 def report(path: pathlib.Path) -> None:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    print(f"{len({line['family'] for line in lines if 'class' in line})} families, {sum('class' in line for line in lines)} classes")
+    classes = [line for line in lines if "class" in line]
+    print(f"{len({line['family'] for line in classes})} families, {len(classes)} classes")
     for way in ("example", "static"):
         results = [line[way] for line in lines if way in line]
         counts = collections.Counter(result[0] for result in results)
         tried = sum(counts.values()) - counts["empty"]
         print(f"{way}: {dict(counts)}, reached {counts['reached'] / max(tried, 1):.2%} of {tried}")
+        listed = [line[f"{way}_ops"] for line in lines if f"{way}_ops" in line]
+        print(f"    ops listed {sum(n for n, _ in listed)}, addressable {sum(n for _, n in listed)}")
         for line in lines:
             if way in line and line[way][0] in ("wrong", "refused"):
                 print("   ", line["model"], line["class"], line[way])

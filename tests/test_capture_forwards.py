@@ -1,5 +1,6 @@
 """One forward of every kind: edited, and against the same forward with the operator written in by hand."""
 
+import contextlib
 import functools
 import inspect
 
@@ -227,7 +228,7 @@ def test_data_dependent(sign):
     assert "_gs_count" not in inspect.getsource(type(ours).forward)
 
 
-class Optional_(Base):
+class OptionalArguments(Base):
     def forward(self, x, mask=None, *, scale=1, **extra):
         x = self.a(x)
         if mask is not None:
@@ -244,7 +245,7 @@ def test_optional_arguments(kwargs):
                 x = x.masked_fill(mask, 0.0)
             return torch.exp(mark(x * scale) + extra.get("shift", 0))
 
-    check(Optional_, Reference, ["mul"], **kwargs)
+    check(OptionalArguments, Reference, ["mul"], **kwargs)
 
 
 class Contexts(Base):
@@ -325,6 +326,35 @@ def test_nobody_reads_it():
     for place in ("relu", "a"):
         with pytest.raises(CaptureError, match="nobody reads"):
             edited(Net(), place)
+
+
+def test_read_by_no_name():
+    class Net(Base):
+        def forward(self, x):
+            unused = torch.sin(x)  # noqa: F841
+            return self.b(x)
+
+    with pytest.raises(CaptureError, match="nobody reads"):
+        edited(Net(), "sin")
+
+
+def test_contexts_that_swallow_exceptions():
+    class Net(Base):
+        def forward(self, x):
+            with contextlib.suppress(ValueError):
+                if self.flag:
+                    raise ValueError
+                x = torch.sin(x)
+            return torch.sin(self.a(x))
+
+    ours = edited(Net(), ("sin", 0))
+    for flag in (False, True):
+        ours.flag = flag
+        x = torch.randn(4, 4)
+        value = ours.a(x if flag else scaled(torch.sin(x)))
+        value = scaled(torch.sin(value)) if flag else torch.sin(value)
+        value.square().sum().backward()
+        same(grads(ours, x)[2:4], [p.grad for p in ours.a.parameters()])
 
 
 def test_helper_that_changes_its_argument():
@@ -741,6 +771,26 @@ def test_method_replaced_on_the_class_since():
 
     edits = (OpEdit("mul", None, "_gs_0"),)
     rewrite(Net, edits)
-    Net.part = lambda self, x: x  # noqa: ARG005
+    Net.part = lambda self, x: x
     with pytest.raises(CaptureError, match="no such op"):
         rewrite(Net, edits)
+
+
+def test_an_index_that_the_source_does_not_tell():
+    class Net(Base):
+        def forward(self, x):
+            x = torch.sin(self.a(x))
+            if x.sum() > 0:
+                x = torch.sin(x)
+                x = torch.tanh(x)
+            return torch.sin(x)
+
+    found = [(op.name, op.index, op.certain) for op in list_ops(Net())]
+    assert found == [
+        ("a", 0, True),
+        ("sin", 0, True),
+        ("sum", 0, True),
+        ("sin", 1, False),
+        ("tanh", 0, False),
+        ("sin", 2, False),
+    ]

@@ -137,27 +137,34 @@ def test_swin_helper():
     assert same(grads(ours, x, True), grads(theirs, x, True))
 
 
-HARD = {
-    "convit_tiny": "GPSA",
-    "efficientvit_b0": "LiteMLA",
-    "fasternet_t0": "Partial_conv3",
-    "hrnet_w18_small": "HighResolutionModule",
-    "test_vit": "Attention",
-    "twins_svt_small": "LocallyGroupedAttn",
-}
+NAFLEX = {"embed_dim": 48, "depth": 1, "num_heads": 3}
+HIERA = {"embed_dim": 24, "num_heads": 1, "stages": (1, 1, 1, 1)}
+HARD = [
+    ("convit_tiny", "GPSA", 224, {"depth": 2, "local_up_to_layer": 1}),
+    ("efficientvit_b0", "LiteMLA", 96, {}),
+    ("fasternet_t0", "Partial_conv3", 96, {}),
+    ("hrnet_w18_small", "HighResolutionModule", 96, {}),
+    ("test_vit", "Attention", 160, {}),
+    ("twins_svt_small", "LocallyGroupedAttn", 224, {"depths": (1, 1, 1, 1)}),
+    ("naflexvit_base_patch16_gap", "NaFlexVit", 96, NAFLEX),
+    ("naflexvit_base_patch16_gap", "NaFlexEmbeds", 96, NAFLEX),
+    ("hiera_tiny_224", "PatchEmbed", 224, HIERA),
+    ("hiera_tiny_224", "Hiera", 224, HIERA),
+]
 
 
-@pytest.mark.parametrize(("name", "cls"), HARD.items())
-def test_hard_forwards(name, cls):
+@pytest.mark.parametrize(("name", "cls", "size", "options"), HARD)
+def test_hard_forwards(name, cls, size, options):
     torch.manual_seed(0)
-    model = timm.create_model(name).eval()
-    size = model.pretrained_cfg["input_size"][-1] if name in ("convit_tiny", "twins_svt_small", "test_vit") else 96
+    model = timm.create_model(name, **options).eval()
     x = torch.randn(1, 3, size, size)
     owner = next(m for m in model.modules() if type(m).__name__ == cls)
     plain = grads(model, x, False)
     base, patched = type(owner), owner.__dict__.get("forward")
     ops = record_ops(model, [owner], (x,), {})[0]
-    assert len(ops) > 2 and type(owner) is base and same(grads(model, x, False), plain)
+    assert len(ops) > 2
+    assert type(owner) is base
+    assert same(grads(model, x, False), plain)
     for op in ops[:: max(1, len(ops) // 6)]:
         edit(owner, op.name, op.index, factor=1)
         assert same(grads(model, x, False), plain), op

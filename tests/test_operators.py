@@ -12,8 +12,6 @@ from gradsurgery.operators import (
     scale_gradient,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 def bits(x: Tensor) -> Tensor:
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

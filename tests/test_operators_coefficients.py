@@ -21,8 +21,6 @@ from gradsurgery.operators import (
     scale_gradient,
 )
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 def test_a_factor_has_double_precision():
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)

@@ -19,7 +19,7 @@ from gradsurgery.operators import (
     reverse_gradient,
 )
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("scripting")]
+pytestmark = pytest.mark.usefixtures("scripting")
 
 
 def reset():

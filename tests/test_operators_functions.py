@@ -21,8 +21,6 @@ from gradsurgery.operators import (
 )
 from gradsurgery.operators.frozen import modules_of
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 def leaf(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype, requires_grad=True)

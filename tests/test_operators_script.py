@@ -22,7 +22,7 @@ from gradsurgery.operators import (
     stop_gradient,
 )
 
-pytestmark = [pytest.mark.filterwarnings("error"), pytest.mark.usefixtures("scripting")]
+pytestmark = pytest.mark.usefixtures("scripting")
 
 
 class Round(nn.Module):

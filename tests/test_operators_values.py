@@ -14,8 +14,6 @@ from torch.utils import _pytree as pytree
 from gradsurgery.errors import OperatorError
 from gradsurgery.operators import GradientReversal, reverse_gradient, stop_gradient, straight_through
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 Pair = collections.namedtuple("Pair", "tensor number")
 
 

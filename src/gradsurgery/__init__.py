@@ -25,18 +25,8 @@ from .operators import (
     stop_gradient,
     straight_through,
 )
-from .surgery import (
-    disabled,
-    graph,
-    insert,
-    insert_grl,
-    insert_scale_gradient,
-    insert_stop_gradient,
-    insert_transform,
-    operations,
-    remove,
-    sites,
-)
+from .review import disabled, graph, operations, remove, sites
+from .surgery import insert, insert_grl, insert_scale_gradient, insert_stop_gradient, insert_transform
 from .tables import Operation, Site
 
 __version__ = "0.1.0"

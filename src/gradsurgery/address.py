@@ -1,6 +1,7 @@
 """The grammar of addresses: how a place in a model is written down, and what a written address says.
 
-An address is ``PATH[:OP[@CALL]][ELEMENT]...``. Nothing here looks at a model: see :mod:`gradsurgery.resolve`.
+An address is ``PATH[:OP[@CALL]][ELEMENT]...``, or two without elements and an arrow between. Nothing here looks at a
+model: see :mod:`gradsurgery.resolve`.
 
 ========================  =====================================================================
 ``layer3``                the output of a module, whoever calls it
@@ -9,6 +10,7 @@ An address is ``PATH[:OP[@CALL]][ELEMENT]...``. Nothing here looks at a model: s
 ``:flatten``              an op in the root's own forward
 ``lstm[0]``               one element of a tuple, list or dict; also ``head['out']`` and ``x[0]['a']``
 ``blocks.*.attn``         globs: ``*`` within one name, ``**`` over any number of names
+``layer3 -> layer4``      one edge: what the second receives from the first, in the forward that calls both
 ========================  =====================================================================
 """
 
@@ -33,21 +35,26 @@ _GRAMMAR = "PATH, PATH:OP, PATH:OP@CALL or PATH:OP@*, each also with [0] or ['ke
 class Where:
     """A place inside one module, as plain data: part of the key of a generated class, and of its pickle.
 
-    ``call`` counts from 0; ``None`` means that the op has one call only, :data:`ALL_CALLS` every call.
+    ``call`` counts from 0; ``None`` means that the op has one call only, :data:`ALL_CALLS` every call. Of an edge,
+    ``op`` and ``call`` are where it leads to, and ``source`` is where it comes from.
     """
 
-    kind: Literal["output", "input", "op"]
+    kind: Literal["output", "input", "op", "edge"]
     element: Element = ()
     op: str = ""
     call: int | None = None
+    source: tuple[str, int | None] = ("", None)
 
     def text(self, path: str) -> str:
         """The address of this place in the module that ``path`` names."""
-        op = ""
-        if self.kind == "op":
-            call = "" if self.call is None else "@*" if self.call == ALL_CALLS else f"@{self.call}"
-            op = f":{self.op}{call}"
-        return path + op + "".join(f"[{key!r}]" for key in self.element)
+        op = _called(self.op, self.call)
+        if self.kind == "edge":
+            return f"{path}:{_called(*self.source)} -> {path}:{op}"
+        return path + (f":{op}" if self.kind == "op" else "") + "".join(f"[{key!r}]" for key in self.element)
+
+
+def _called(op: str, call: int | None) -> str:
+    return op if call is None else f"{op}@*" if call == ALL_CALLS else f"{op}@{call}"
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,9 @@ def parse(text: str, side: Literal["output", "input"] = "output") -> Address:
     Raises:
         AddressError: where ``text`` is not an address, or asks for the input side of an op.
     """
-    if "->" in text:
-        raise AddressError(
-            f"{text!r} names an edge, what one module receives from another; edges cannot be operated on yet. "
-            "Name the producer's output, or the consumer with side='input'."
-        )
     rest, element = _split_element(text.strip())
+    if "->" in rest:  # not in a key, which may be any text
+        return _parse_edge(text, side)
     path, colon, op = rest.partition(":")
     if any(part == "" for part in path.split(".")) and path:
         raise AddressError(f"{text!r} is no address: a module path has an empty name in it. An address is {_GRAMMAR}.")
@@ -103,6 +107,36 @@ def parse(text: str, side: Literal["output", "input"] = "output") -> Address:
     call = match["call"]
     index = None if call is None else ALL_CALLS if call == "*" else int(call)
     return Address(path, Where("op", element, match["name"], index))
+
+
+def _parse_edge(text: str, side: str) -> Address:
+    """The ends of an edge are two ops, or children, of one forward: that of the module which stands above both."""
+    ends = [parse(end) for end in text.split("->")]
+    if len(ends) != 2 or side == "input" or any(end.where.element or is_glob(end.path + end.where.op) for end in ends):
+        raise AddressError(
+            f"{text!r} is no edge. An edge has two ends, such as 'layer3 -> layer4' or 'layer3.0:bn2 -> layer3.0:add', "
+            "without globs, elements or a side. Give a list for several edges."
+        )
+    owners = [end.path for end in ends if end.where.kind == "op"]
+    owner = owners[0] if owners else _shared([end.path.split(".")[:-1] for end in ends])
+    prefix = f"{owner}." if owner else ""
+    names = []
+    for end in ends:
+        is_op = end.where.kind == "op"
+        if (end.path != owner) if is_op else not (end.path.startswith(prefix) and end.path != owner):
+            raise AddressError(
+                f"{text!r} is no edge: {str(end)!r} is not called in the forward of {owner or 'the root'!r}, where the "
+                "other end is. Name two ops, or two children, of one forward."
+            )
+        names.append((end.where.op if is_op else end.path.removeprefix(prefix), end.where.call))
+    return Address(owner, Where("edge", (), *names[1], source=names[0]))
+
+
+def _shared(paths: list[list[str]]) -> str:
+    """What two module paths have in common."""
+    pairs = list(zip(*paths, strict=False))
+    apart = next((k for k, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    return ".".join(paths[0][:apart])
 
 
 def is_glob(pattern: str) -> bool:

@@ -1,5 +1,6 @@
 """Put operators at resolved places and take them away again, all or nothing."""
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,8 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .errors import OperatorError
-from .graft import graft_of, is_plain, regraft
+from .graft import graft_of, regraft
 from .graph_module import insert_node, remove_nodes
+from .methods import is_plain
 from .place import Place, Target
 
 __all__ = ["Insertion", "commit", "withdraw"]
@@ -92,8 +94,8 @@ def _place(module: nn.Module, insertion: Insertion) -> Place:
     if is_plain(operator):
         return Place(target.where, operator, None, target.hops)
     name = "gs_" + re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(operator).__name__).lower()
-    number = sum(1 for taken in module._modules if re.fullmatch(rf"{re.escape(name)}(_\d+)?", taken))
-    child = f"{name}_{number}" if number else name
+    numbered = (f"{name}_{k}" if k else name for k in itertools.count())
+    child = next(free for free in numbered if free not in module._modules)
     module._modules[child] = operator
     operator.train(module.training)
     return Place(target.where, None, child, target.hops)

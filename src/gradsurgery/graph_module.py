@@ -66,6 +66,10 @@ class Stacks:
             self.ops.setdefault(path, {}).setdefault(key, {})[node] = None
         self.calls[""] = {"": dict.fromkeys(nodes)}
 
+    def passes_on(self, path: str) -> bool:
+        """Whether a value of the module at a path is used outside of it; those of the guards of an export are not."""
+        return any(user not in call for call in self.calls[path].values() for node in call for user in node.users)
+
     def is_a(self, path: str, held: nn.Module | None, cls: type) -> bool:
         """Whether the module at a path is of a class; ``torch.export`` notes the name of the class only."""
         kind = self.kinds.get(path)
@@ -82,7 +86,9 @@ def resolve_nodes(module: GraphModule, asked: Address, prefix: str = "") -> list
         CaptureError: where the graph does not say which module its ops come from.
     """
     stacks = Stacks(module.graph)
-    paths = [path for path in stacks.calls if grammar.matches(asked.path, path)] if asked.is_glob else [asked.path]
+    paths = [asked.path]
+    if asked.is_glob:
+        paths = [path for path in stacks.calls if grammar.matches(asked.path, path) and stacks.passes_on(path)]
     if not stacks.known and any(path and module_at(module, path) is None for path in paths):
         raise CaptureError(
             f"{str(asked)!r} was asked for in a graph that does not say which module an op comes from: its nodes have "
@@ -119,9 +125,10 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
     numbered = (f"{stem}_{k}" if k else stem for k in itertools.count())
     name = next(name for name in numbered if name not in holder._modules)
     holder.add_module(name, NodePlace(place, operator, strict=len(anchors) == 1))
+    order = {node: k for k, node in enumerate(module.graph.nodes)}
     for value, users in anchors:
-        after = value if value.op in _VALUES else _last_placeholder(module.graph)
-        with module.graph.inserting_after(after):
+        # Just before its first use: until then, the ops of a module may go on working in place on its value.
+        with module.graph.inserting_before(min(users, key=order.__getitem__)):
             node = module.graph.call_module(f"{HOLDER}.{name}", (value,))
         node.meta = {key: value.meta[key] for key in ("val", "tensor_meta") if key in value.meta}
         stacked = value if where.kind != "input" else next(iter(users))
@@ -185,7 +192,8 @@ def _anchors(graph: Graph, target: Target) -> Iterator[tuple[Node, list[Node]]]:
             same = [node for node in nodes if name_in(node, target.inner) == where.op or node.name == where.op]
             for node in same if where.call in (None, grammar.ALL_CALLS) else same[where.call : where.call + 1]:
                 value = _after_ours(node, "op")
-                yield value, list(value.users)
+                if value.users:
+                    yield value, list(value.users)
         return
     for call in stacks.calls.get(target.inner, {}).values():
         if where.kind == "output":
@@ -250,7 +258,3 @@ def name_in(node: Node, path: str) -> str:
 
 def _is_ours(node: Node) -> bool:
     return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")
-
-
-def _last_placeholder(graph: Graph) -> Node:
-    return [node for node in graph.nodes if node.op in ("placeholder", "get_attr")][-1]

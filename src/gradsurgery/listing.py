@@ -14,9 +14,9 @@ from .example import Arguments, ops_on, outputs_on
 from .graft import graft_of, user_class
 from .graph_module import Stacks, name_in, node_places
 from .place import Place, Target
-from .resolve import runs_never
 from .tables import Operation, Site
-from .wrappers import child, walk
+from .tree import Tree
+from .wrappers import walk
 
 __all__ = ["graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
 
@@ -42,9 +42,8 @@ def operations_of(root: nn.Module) -> Iterator[Operation]:
 def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:
     """The module boundaries that an address with globs stands for; with an example, those that ran on it."""
     outputs = outputs_on(root, arguments) if arguments is not None else None
-    for path, module in walk(root):
-        parent = child_of(root, path)
-        if not grammar.matches(asked.path, path) or runs_never(parent, module):
+    for path, module in Tree(root).that_run(lambda path, module: grammar.matches(asked.path, path)):
+        if isinstance(module, torch.jit.ScriptModule):
             continue
         shape, dtype = (None, None) if outputs is None else outputs.get(id(module), (None, None))
         if outputs is None or id(module) in outputs:
@@ -53,11 +52,7 @@ def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments |
 
 def op_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:
     """The ops that an address with globs stands for, each with the address that names it alone."""
-    owners = [
-        (path, module)
-        for path, module in walk(root)
-        if grammar.matches(asked.path, path) and not runs_never(child_of(root, path), module)
-    ]
+    owners = Tree(root).that_run(lambda path, module: grammar.matches(asked.path, path))
     listed = ops_on(root, arguments)([module for _, module in owners])
     for (path, _), ops in zip(owners, listed, strict=True):
         calls = Counter(op.name for op in ops)
@@ -72,12 +67,14 @@ def graph_sites(module: torch.fx.GraphModule, asked: grammar.Address) -> Iterato
     """The addresses in a GraphModule: what its graph calls, and what it has dissolved into ops."""
     stacks = Stacks(module.graph)
     for path in stacks.calls if asked.where.kind == "output" else ():
-        if grammar.matches(asked.path, path):
+        if grammar.matches(asked.path, path) and stacks.passes_on(path):
             yield Site(path, "module", _kind(stacks.kinds.get(path), module, path))
     for path, calls in stacks.ops.items() if asked.where.kind == "op" else ():
-        nodes = max(calls.values(), key=len)
+        nodes = max(map(list, calls.values()), key=len)
         names = [name_in(node, path) for node in nodes]
         for k, name in enumerate(names):
+            if not nodes[k].users:
+                continue
             if grammar.matches(asked.path, path) and grammar.matches(asked.where.op, name.replace(".", "_")):
                 call = names[:k].count(name) if names.count(name) > 1 else None
                 yield Site(grammar.Where("op", (), name, call).text(path), "op", name)
@@ -92,16 +89,6 @@ def _kind(kind: object, module: torch.fx.GraphModule, path: str) -> str:
 def _op_site(path: str, op: Op, alone: bool) -> Site:
     where = grammar.Where("op", (), op.name, None if alone else op.index)
     return Site(where.text(path), "op", op.name, op.shape, op.dtype, op.source)
-
-
-def child_of(root: nn.Module, path: str) -> nn.Module | None:
-    """The parent of the module at a path; None for the root."""
-    if not path:
-        return None
-    module: nn.Module = root
-    for name in path.split(".")[:-1]:
-        module = child(module, name)  # type: ignore[assignment]
-    return module
 
 
 def graph_of(target: Target) -> torch.fx.Graph:

@@ -86,12 +86,22 @@ class Place:
             return replace_element(value, self.where.element, lambda part: self._each(call, part))
         return self._each(call, value)
 
-    def run_received(self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Operate on what a module receives: every floating tensor, or the argument that the place names."""
+    def run_received(
+        self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
+    ) -> Any:
+        """Operate on what a module receives: every floating tensor, or the argument that the place names.
+
+        ``names`` are those of the parameters that may be given by position.
+        """
         call = self._call(module)
         if not self.where.element:
             return self._each(call, received)
         key, rest = self.where.element[0], self.where.element[1:]
+        args, kwargs = received
+        if isinstance(key, str) and key not in kwargs and key in names and names.index(key) < len(args):
+            key = names.index(key)
+        elif isinstance(key, int) and len(args) <= key < len(names) and names[key] in kwargs:
+            key = names[key]
         path: Element = (0 if isinstance(key, int) else 1, key, *rest)
         return replace_element(received, path, lambda part: self._each(call, part))
 

@@ -2,24 +2,24 @@
 
 import dataclasses
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from . import address as grammar
 from .address import Address, Where
 from .capture.record import Op, list_ops
-from .errors import AddressError, CaptureError, closest
+from .errors import AddressError, CaptureError
 from .graft import user_class, without
 from .graph_module import Stacks, resolve_nodes
 from .place import Target
-from .wrappers import child, walk
+from .tree import Tree, runs_never
+from .wrappers import child, children, refuse_scripted
 
-__all__ = ["At", "Ops", "ops_of_source", "resolve", "runs_never"]
+__all__ = ["At", "Ops", "ops_of_source", "resolve"]
 
 One: TypeAlias = str | type[nn.Module] | nn.Module | re.Pattern[str] | Callable[[str, nn.Module], bool]
 At: TypeAlias = One | list[Any] | tuple[Any, ...]
@@ -51,64 +51,9 @@ def resolve(
         AddressError: where something in ``at`` names no place.
         CaptureError: where the ops of a forward cannot be listed.
     """
-    tree = _Tree(root)
+    tree = Tree(root)
     targets = [target for one in _each(at) for target in _resolve_one(tree, one, side, ops)]
     return list({target.key: target for target in reversed(targets)}.values())[::-1]
-
-
-def runs_never(parent: nn.Module | None, module: nn.Module) -> str | None:
-    """Why a module's forward never runs, where that is known without running it."""
-    if isinstance(parent, nn.MultiheadAttention) and parent._modules.get("out_proj") is module:
-        return "nn.MultiheadAttention reads the weight of its out_proj and never calls it"
-    if user_class(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-        return f"a {user_class(module).__name__} has no forward: its children are called one by one"
-    return None
-
-
-class _Tree:
-    """The modules of a model by path; walked only when a question needs all of them, which a plain path does not."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-
-    @cached_property
-    def all(self) -> list[tuple[str, nn.Module]]:
-        return list(walk(self.root))
-
-    @cached_property
-    def names(self) -> Counter[int]:
-        """How many names each module has."""
-        return Counter(id(module) for _, module in self.all)
-
-    def at(self, path: str) -> nn.Module | None:
-        module: nn.Module | None = self.root
-        for name in path.split(".") if path else ():
-            module = child(module, name)  # type: ignore[arg-type]
-            if module is None:
-                return None
-        return module
-
-    def graph_above(self, path: str) -> tuple[str, GraphModule] | None:
-        """The first GraphModule on the way to a path: the rest of the path is for its graph to know."""
-        names = path.split(".") if path else []
-        for taken in range(len(names) + 1):
-            prefix = ".".join(names[:taken])
-            if isinstance(module := self.at(prefix), GraphModule):
-                return prefix, module
-        return None
-
-    def runs_never(self, path: str, module: nn.Module) -> str | None:
-        return runs_never(self.at(path.rpartition(".")[0]) if path else None, module)
-
-    def that_run(self, keep: Callable[[str, nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-        return [(path, m) for path, m in self.all if keep(path, m) and not self.runs_never(path, m)]
-
-    def near(self, asked: str) -> str:
-        return closest(asked, (path for path, _ in self.all if path)) + ". gs.sites(model) lists every address."
-
-    def types(self) -> str:
-        names = list(dict.fromkeys(user_class(module).__name__ for _, module in self.all))
-        return "Modules there are of the types " + ", ".join(names[:12]) + (", ..." if len(names) > 12 else "") + "."
 
 
 def _each(at: At) -> Iterator[One]:
@@ -121,7 +66,7 @@ def _each(at: At) -> Iterator[One]:
         yield at
 
 
-def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+def _resolve_one(tree: Tree, at: One, side: Literal["output", "input"], ops: Ops) -> list[Target]:
     if isinstance(tree.root, GraphModule):
         return _resolve_in_graph(tree.root, at, side)
     if isinstance(at, str):
@@ -143,16 +88,20 @@ def _resolve_one(tree: _Tree, at: One, side: Literal["output", "input"], ops: Op
     elif callable(at) and not isinstance(at, type):
         found, asked = tree.that_run(at), "the predicate"
     else:
-        raise AddressError(
-            f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
-            "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
-        )
+        raise _no_place(at)
     if not found:
         raise AddressError(f"{asked} matches no module that runs here. {tree.types()}")
-    return [_boundary(tree, path, module, Where(side)) for path, module in found]
+    return [target for path, module in found for target in _boundaries(tree, path, module, Where(side))]
 
 
-def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
+def _no_place(at: object) -> AddressError:
+    return AddressError(
+        f"{at!r} was given as the place, a {type(at).__name__}. Give an address such as 'layer3', a module type, a "
+        "module of the model, a re.Pattern, a predicate (name, module) -> bool, or a list of these."
+    )
+
+
+def _resolve_address(tree: Tree, asked: Address, side: Literal["output", "input"], ops: Ops) -> list[Target]:
     owners: list[tuple[str, nn.Module]]
     if asked.is_glob:
         owners = tree.that_run(lambda path, m: grammar.matches(asked.path, path))
@@ -171,9 +120,16 @@ def _resolve_address(tree: _Tree, asked: Address, side: Literal["output", "input
                 f"{str(asked)!r} names a module that never runs: {reason}. Name a module that is called: "
                 "gs.sites(model) lists them."
             )
+        if asked.where.kind == "edge":
+            there = ops([module])[0]
+            for name, call in (asked.where.source, (asked.where.op, asked.where.call)):
+                _ops_of(asked.path, module, Address(asked.path, Where("op", (), name, call)), there, must=True)
+            return [Target(module, asked.path, asked.where)]
+        if asked.where.kind != "op":  # in no graph, as was found above
+            return [_boundary(tree, asked.path, module, asked.where)]
         owners = [(asked.path, module)]
     if asked.where.kind != "op":
-        return [_boundary(tree, path, module, asked.where) for path, module in owners]
+        return [target for path, module in owners for target in _boundaries(tree, path, module, asked.where)]
     listed = zip(owners, ops([module for _, module in owners]), strict=True)
     found = [t for (path, m), there in listed for t in _ops_of(path, m, asked, there, must=not asked.is_glob)]
     if not found:
@@ -195,8 +151,11 @@ def _resolve_in_graph(root: GraphModule, at: One, side: Literal["output", "input
         )
     elif isinstance(at, re.Pattern):
         paths, asked = [path for path in stacks.calls if at.fullmatch(path)], f"the pattern {at.pattern!r}"
-    else:
+    elif callable(at):
         paths, asked = [path for path, module in called if at(path, module)], "the predicate"
+    else:
+        raise _no_place(at)
+    paths = [path for path in paths if stacks.passes_on(path)]
     if not paths:
         raise AddressError(f"{asked} matches nothing that this graph calls. gs.sites(model) lists every address.")
     return [target for path in paths for target in resolve_nodes(root, Address(path, Where(side)))]
@@ -230,10 +189,16 @@ def _ops_of(path: str, owner: nn.Module, asked: Address, there: list[Op], must: 
             f"{str(asked)!r} names call {call} of {name!r}, but {owner_name} calls it {len(same)} "
             f"time{'s' if len(same) > 1 else ''}, counted from 0: {calls_there}."
         )
+    if call is not None and call != grammar.ALL_CALLS and not all(op.certain for op in same):
+        raise CaptureError(
+            f"{str(asked)!r} names call {call} of {name!r}, but which of its calls run in {owner_name}, and in which "
+            f"order, cannot be told without running it: {calls_there}. Pass example=... with inputs of the model, name "
+            f"all of them with '{path}:{name}@*', or operate on the output of a module."
+        )
     return [Target(owner, path, asked.where)]
 
 
-def _node_name(tree: _Tree, asked: Address, side: str, ops: Ops) -> list[Target]:
+def _node_name(tree: Tree, asked: Address, side: str, ops: Ops) -> list[Target]:
     """An address that torchvision's feature extraction would print: ``layer1.0.relu_1`` is ``layer1.0:relu@1``."""
     owner_path, _, node = asked.path.rpartition(".")
     owner = tree.at(owner_path)
@@ -254,22 +219,36 @@ def _try_ops(ops: Ops, owner: nn.Module) -> list[str]:
         return []
 
 
-def _boundary(tree: _Tree, path: str, module: nn.Module, where: Where) -> Target:
+def _boundaries(tree: Tree, path: str, module: nn.Module, where: Where) -> list[Target]:
+    """The place at a module's boundary, or those in the graph that the module is a part of."""
+    if tree.has_graphs and (inside := tree.graph_above(path)):
+        prefix, graph = inside
+        inner = path.removeprefix(prefix).removeprefix(".")
+        return resolve_nodes(graph, Address(inner, where), prefix)
+    return [_boundary(tree, path, module, where)]
+
+
+def _boundary(tree: Tree, path: str, module: nn.Module, where: Where) -> Target:
     """The place at a module's boundary, handed down by every ``nn.Sequential`` to the child that is there."""
     hops, last = 0, where.kind == "output"
     while _is_plain_sequential(module):
-        name = list(module._modules)[-1 if last else 0]
-        inner = child(module, name)
-        if inner is None or runs_never(module, inner) or tree.names[id(inner)] > tree.names[id(module)]:
+        inner = child(module, children(module)[-1 if last else 0])
+        if (
+            inner is None
+            or isinstance(inner, torch.jit.ScriptModule)
+            or runs_never(module, inner)
+            or tree.names[id(inner)] > tree.names[id(module)]
+        ):
             break
         module, hops = inner, hops + 1
+    refuse_scripted(module, path)
     return Target(module, path, where, hops)
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Sequential)
-        and len(module._modules) > 0
+        and len(children(module)) > 0
         and user_class(module).forward is nn.Sequential.forward
         and "forward" not in module.__dict__
     )

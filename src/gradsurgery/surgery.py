@@ -1,21 +1,15 @@
 """The way through the house: address -> capture -> edit -> graft, in one function for every operator."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from . import address as grammar
-from . import listing
-from .address import Where
 from .edit import Insertion, commit, withdraw
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Arguments, Example, ops_on, read_example, run_on
-from .graft import without
-from .graph_module import NodePlace
 from .operators import (
     DetachedTransform,
     FrozenTransform,
@@ -26,25 +20,12 @@ from .operators import (
 )
 from .place import Place, Target
 from .resolve import At, resolve
-from .tables import Operation, Site, Table
 from .twin import twin
 from .wrappers import bare, owns_parameters
 
-__all__ = [
-    "disabled",
-    "graph",
-    "insert",
-    "insert_grl",
-    "insert_scale_gradient",
-    "insert_stop_gradient",
-    "insert_transform",
-    "operations",
-    "remove",
-    "sites",
-]
+__all__ = ["insert", "insert_grl", "insert_scale_gradient", "insert_stop_gradient", "insert_transform"]
 
 M = TypeVar("M", bound=nn.Module)
-Row = tuple[str, nn.Module, Place]
 Side = Literal["output", "input"]
 
 
@@ -182,111 +163,6 @@ def insert_transform(
     return _operate(model, at, lambda: operator, **options)
 
 
-def remove(model: M, at: At | None = None) -> M:
-    """Undo: give back the class, the code and the behaviour that a place, or the whole model, had before.
-
-        gs.remove(model, "layer3")
-        gs.remove(model)
-
-    Args:
-        model: the operated model, also through its wrapper.
-        at: the places, as in :func:`insert`; both sides of a module. None is every place.
-
-    Raises:
-        AddressError: where nothing was inserted.
-    """
-    root = bare(model)
-    there = list(listing.places_of(root))
-    gone = there if at is None else _at(root, there, at)
-    if not gone:
-        inserted = ", ".join(dict.fromkeys(repr(operation.address) for operation in operations(model)))
-        raise AddressError(
-            f"nothing was inserted {'in this model' if at is None else f'at {at!r}'}, so nothing can be removed. "
-            + (f"There are operators at {inserted}." if inserted else "gs.operations(model) lists what is there.")
-        )
-    withdraw([(module, place) for _, module, place in gone])
-    return model
-
-
-def operations(model: nn.Module) -> Table[Operation]:
-    """What was inserted where, in the order of the model: a list that prints as a table.
-
-        gs.operations(model)[0].operator.lambd = 0.3
-
-    A shared module is listed under each of its names.
-
-    Args:
-        model: the operated model, also through its wrapper.
-    """
-    root = bare(model)
-    return Table(Operation, listing.operations_of(root))
-
-
-def sites(model: nn.Module, pattern: str = "**", example: Example = None) -> Table[Site]:
-    """Every address of a model that can be operated on: a list that prints as a table.
-
-        gs.sites(model)                                 # every module
-        gs.sites(model, "layer3.*")                     # the children of one
-        gs.sites(model, "layer3.0:*", example=x)        # the ops in its forward, with their shapes
-
-    Args:
-        model: any model that :func:`insert` takes.
-        pattern: a glob over addresses.
-        example: inputs to run the model on once, as in :func:`insert`; only what runs is listed then.
-
-    Raises:
-        CaptureError: where the ops of a forward cannot be listed.
-    """
-    root = bare(model)
-    asked = grammar.parse(pattern)
-    if isinstance(root, torch.fx.GraphModule):
-        return Table(Site, listing.graph_sites(root, asked))
-    rows = listing.op_sites if asked.where.kind == "op" else listing.module_sites
-    return Table(Site, rows(root, asked, read_example(example)))
-
-
-@contextlib.contextmanager
-def disabled(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the model computes and differentiates as if it had never been operated on.
-
-        with gs.disabled(model):
-            plain = model(x)
-
-    Not for models that another thread is using: what is switched is the class of the modules.
-
-    Args:
-        model: the operated model, also through its wrapper.
-    """
-    modules = list(bare(model).modules())
-    nodes = [module for module in modules if isinstance(module, NodePlace)]
-    with without(modules):
-        try:
-            for node in nodes:
-                node.active = False
-            yield
-        finally:
-            for node in nodes:
-                node.active = True
-
-
-def graph(model: nn.Module, at: At) -> torch.fx.Graph:
-    """The graph of the forward that owns a place, as it stands now, to read.
-
-        print(gs.graph(model, "layer3.0:add"))
-
-    Args:
-        model: the operated model, also through its wrapper.
-        at: one place, as in :func:`insert`.
-
-    Raises:
-        AddressError: where ``at`` does not name exactly one place.
-        CaptureError: where fx cannot trace the forward that owns an op.
-    """
-    targets = resolve(bare(model), at)
-    _expect(targets, 1, at)
-    return listing.graph_of(targets[0])
-
-
 def _operate(
     model: M,
     at: At,
@@ -302,7 +178,7 @@ def _operate(
     operator = make()
     _check_operator(operator, model)
     targets = resolve(root, at, side, ops_on(root, arguments))
-    _expect(targets, expect, at)
+    expect_places(targets, expect, at)
     if not inplace:
         if model is not root:
             raise SurgeryError(
@@ -339,7 +215,8 @@ def _check_operator(operator: Any, model: nn.Module) -> None:
         )
 
 
-def _expect(targets: list[Target], expect: int | None, at: At) -> None:
+def expect_places(targets: list[Target], expect: int | None, at: At) -> None:
+    """Refuse another number of places than was expected."""
     if expect is not None and len(targets) != expect:
         there = ", ".join(repr(target.address) for target in targets[:8]) + (", ..." if len(targets) > 8 else "")
         raise AddressError(
@@ -360,15 +237,3 @@ def _check_that_all_run(
             f"{', '.join(map(repr, idle))} never ran in the forward on the example, so an operator there would do "
             "nothing. gs.sites(model, example=...) lists what runs."
         )
-
-
-def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
-    named = {_key(target.key) for target in resolve(root, at)}
-    with contextlib.suppress(AddressError):  # an op, which has no input side
-        named |= {_key(target.key) for target in resolve(root, at, "input")}
-    return [row for row in there if _key((id(row[1]), row[2].inner, row[2].where)) in named]
-
-
-def _key(key: tuple[int, str, Where]) -> tuple[int, str, Where]:
-    """An op that is called once has two addresses, with and without ``@0``."""
-    return *key[:2], dataclasses.replace(key[2], call=key[2].call or 0)

@@ -4,17 +4,20 @@
 logger, a data set. A twin copies modules and the containers that hold them, and shares everything else.
 """
 
+import contextlib
 import functools
 import types
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._torch import is_fsdp2
 from .errors import SurgeryError
-from .place import Graft
+from .place import Graft, Place
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -33,10 +36,18 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
             "inplace=False was asked for a model that fully_shard has sharded, whose modules cannot be had twice. "
             "Leave inplace=False off: gs.remove undoes exactly."
         )
+    if any(_is_lazy(module) for module in root.modules()):
+        raise SurgeryError(
+            "inplace=False was asked for a model with a lazy module that has not run yet, whose parameters are still "
+            "to be made and could be made once only. Run the model once first, or leave inplace=False off."
+        )
     copies: dict[int, Any] = {}
     _register(root, copies)
     for original, copy in [pair for pair in copies.values() if pair[0] is not pair[1]]:
         copy.__dict__.update({name: _remap(value, copies) for name, value in original.__dict__.items()})
+        for _name, slot in _slots(type(original)):
+            with contextlib.suppress(AttributeError):  # a slot that is empty
+                slot.__set__(copy, _remap(slot.__get__(original), copies))
         # It compiles the call of the original, and nn.Module leaves it out of its own copies too.
         copy.__dict__["_compiled_call_impl"] = None
         if isinstance(copy, torch.fx.GraphModule):
@@ -44,14 +55,33 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
     return copies[id(root)][1], {key: copy for key, (_, copy) in copies.items()}
 
 
+def _is_lazy(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+
+
+def _slots(cls: type) -> Iterator[tuple[str, Any]]:
+    for base in cls.__mro__:
+        for name, slot in vars(base).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                yield name, slot
+
+
 def _register(module: nn.Module, copies: dict[int, Any]) -> None:
     if id(module) in copies:
         return
     # A ScriptModule is held by TorchScript, which has no shallow copy: it is shared, like a tensor.
     shared = isinstance(module, torch.jit.ScriptModule)
-    copies[id(module)] = (module, module if shared else type(module).__new__(type(module)))
+    copies[id(module)] = (module, module if shared else _empty(module))
     for value in () if shared else module.__dict__.values():
         _find(value, copies)
+
+
+def _empty(module: nn.Module) -> nn.Module:
+    """A module of the same class without any state."""
+    cls = type(module)
+    if isinstance(module, torch.fx.GraphModule):
+        return cls.__new__(cls)  # each has a class of its own, which holds its code
+    return object.__new__(cls)  # a class may have a __new__ that asks for arguments
 
 
 def _find(value: Any, copies: dict[int, Any]) -> None:
@@ -80,6 +110,8 @@ def _remap(value: Any, copies: dict[int, Any]) -> Any:
             for place in value.places
         )
         return Graft(places, value.before, _remap(value.patched, copies))
+    if isinstance(value, Place):  # of an operator in the graph of a GraphModule
+        return value.with_operator(_remap(value._operator, copies))
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, _remap(value.__self__, copies))
     if type(value) is functools.partial:

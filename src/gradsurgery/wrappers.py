@@ -9,7 +9,7 @@ from torch import nn
 from ._torch import is_fsdp2, wrapped_attribute
 from .errors import SurgeryError
 
-__all__ = ["HOLDER", "bare", "child", "owns_parameters", "walk"]
+__all__ = ["HOLDER", "bare", "child", "children", "owns_parameters", "refuse_scripted", "walk"]
 
 HOLDER = "gradsurgery"
 """The child of a ``GraphModule`` that holds the operators of its graph."""
@@ -26,6 +26,19 @@ def bare(model: Any) -> nn.Module:
         model = getattr(model, attribute)
         _refuse(model)
     return model
+
+
+def refuse_scripted(module: nn.Module | None, path: str) -> None:
+    """Refuse a part of a model that TorchScript has compiled.
+
+    Raises:
+        SurgeryError: where ``module`` is a ``ScriptModule``.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SurgeryError(
+            f"{path!r} is, or is inside of, a TorchScript module, whose forward is compiled already. "
+            "Operate on the nn.Module that it was made from, then script or trace that; or on the module that calls it."
+        )
 
 
 def owns_parameters(model: nn.Module) -> str | None:
@@ -50,19 +63,28 @@ def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def child(module: nn.Module, name: str) -> nn.Module | None:
     """The child of that name as the user knows it, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     found = module._modules.get(name)
     while found is not None and (attribute := wrapped_attribute(found)) is not None:
         found = getattr(found, attribute)
     return found
 
 
+def children(module: nn.Module) -> list[str]:
+    """The names of the children as the user knows them: without the operators."""
+    hidden = _operators_of(module)
+    return [name for name in module._modules if name not in hidden]
+
+
 def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
     yield path, module
     above = (*above, id(module))
-    hidden = _operators_of(module)
-    for name in module._modules:
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    for name in children(module):
         found = child(module, name)
-        if found is not None and name not in hidden and id(found) not in above:
+        if found is not None and id(found) not in above:
             yield from _walk(f"{path}.{name}" if path else name, found, above)
 
 

@@ -1,64 +1,26 @@
 """The functions that make up one forward, and where they call each other.
 
-A forward is the method of that name, every method that it calls on ``self`` or ``super()``, and every plain Python helper
-outside of torch. An op in any of them belongs to the module, as it does for torch.fx.
+A forward is the method of that name, every method that it calls on ``self`` or ``super()``, and every plain Python
+helper outside of torch. An op in any of them belongs to the module, as it does for torch.fx.
 """
 
 import ast
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ..errors import CaptureError
-from .flow import Flow, Site
 from .names import Names
-from .source import Function, Parsed, parse, unwrap
+from .scan import Scanner
+from .source import Function, parse, unwrap
+from .unit import Unit
 
 # Their functions are ops to whoever reads a forward, not parts of it.
 _CLOSED = frozenset({"torch", "numpy", "einops", "triton", "typing_extensions"}) | sys.stdlib_module_names
-
-HELPER_SELF = "_gs_self"
-"""The parameter through which the copy of a helper, which has no ``self``, receives the module."""
-
-
-@dataclass(eq=False)
-class Unit:
-    """One function of a forward."""
-
-    key: str  # the attribute of the generated class that its edited copy lives under
-    public: bool  # found under that very name: also called from outside
-    is_helper: bool
-    function: Any  # with its wrappers, as the class or the caller holds it
-    wrappers: list[Function]
-    parsed: Parsed
-    names: Names
-    flow: Flow = field(default_factory=list)
-    sites: dict[int, Site] = field(default_factory=dict)
-    reaches: "dict[int, Reach]" = field(default_factory=dict)
-
-    def module(self) -> ast.expr:
-        """An expression for the module, inside the function."""
-        if self.is_helper:
-            return ast.Name(HELPER_SELF, ast.Load())
-        if self.names.self_name is not None:
-            return ast.Name(self.names.self_name, ast.Load())
-        vararg = self.parsed.tree.args.vararg
-        assert vararg is not None  # see _takes_self()
-        return ast.Subscript(ast.Name(vararg.arg, ast.Load()), ast.Constant(0), ast.Load())
-
-
-@dataclass(frozen=True)
-class Reach:
-    """A place where one function of a forward names another."""
-
-    unit: Unit
-    drops_self: bool = False  # the call passes the module itself: ``Base.forward(self, x)``
 
 
 class Anatomy:
@@ -69,11 +31,8 @@ class Anatomy:
     """
 
     def __init__(self, cls: type, forward: Callable[..., Any] | None = None) -> None:
-        from .scan import Scanner
-
-        self.cls = cls
+        self.cls, self.forward = cls, forward
         self.units: dict[tuple[int, bool], Unit] = {}
-        self._scanner = Scanner
         found = forward if forward is not None else inspect.getattr_static(cls, "forward", None)
         if found is None or found is nn.Module.forward:
             raise CaptureError(
@@ -83,7 +42,7 @@ class Anatomy:
         self.root = self._unit("forward", True, False, found)
         if any(isinstance(n, ast.Yield | ast.YieldFrom) for n in _own_nodes(self.root.parsed.tree)):
             raise CaptureError(
-                f"asked for an op inside the forward of {cls.__qualname__} ({self.root.parsed.where(ast.Pass())}); "
+                f"asked for an op inside the forward of {cls.__qualname__} ({self.root.where}); "
                 "it is a generator, which runs after the call that made it. Operate on a child instead."
             )
 
@@ -121,8 +80,13 @@ class Anatomy:
             return None
         return self._maybe(function.__name__, False, True, function)
 
-    def owner_of(self, name: str) -> Any:
-        return inspect.getattr_static(self.cls, name, None)
+    def is_current(self) -> bool:
+        """Whether the class still holds the functions that were looked at."""
+        return all(
+            unit.function is inspect.getattr_static(self.cls, unit.key, None)
+            for unit in self.units.values()
+            if unit.public and not (unit is self.root and self.forward is not None)
+        )
 
     def _maybe(self, name: str, public: bool, is_helper: bool, function: Any) -> Unit | None:
         try:
@@ -145,13 +109,20 @@ class Anatomy:
         key = name if public else f"_gs_{name.strip('<>')}_{len(self.units)}"
         unit = Unit(key, public, is_helper, function, wrappers, parsed, Names(inner, parsed.tree, self_name))
         self.units[id(function), public] = unit
-        self._scanner(self, unit).run()
+        Scanner(self, unit).run()
         return unit
 
 
-@functools.lru_cache(maxsize=1024)
 def anatomy(cls: type, forward: Callable[..., Any] | None = None) -> Anatomy:
-    return Anatomy(cls, forward)
+    """The anatomy of a forward, as the class is now."""
+    found = _anatomy(cls, forward)
+    if not found.is_current():
+        _anatomy.cache_clear()  # a method was replaced on the class since
+        found = _anatomy(cls, forward)
+    return found
+
+
+_anatomy = functools.lru_cache(maxsize=1024)(Anatomy)
 
 
 def _self_name(tree: ast.FunctionDef) -> str | None:
@@ -159,13 +130,9 @@ def _self_name(tree: ast.FunctionDef) -> str | None:
     return parameters[0].arg if parameters else None
 
 
-def _own_nodes(tree: ast.AST) -> Any:
+def _own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a function without those of the functions inside it."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.Lambda | ast.AsyncFunctionDef | ast.GeneratorExp):
             yield node
             yield from _own_nodes(node)
-
-
-def is_plain_object(value: Any) -> bool:
-    return isinstance(value, types.ModuleType | type)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import CaptureError
-from .anatomy import HELPER_SELF, Reach, Unit
+from .edges import call, counts, received
 from .flow import Site
-from .inplace import overwritten, read_after, same_again
+from .inplace import is_read, overwritten, read_after, same_again
+from .unit import HELPER_SELF, Reach, Unit
 
 if TYPE_CHECKING:
     from .rewrite import Orders
@@ -46,10 +47,10 @@ class Editor(ast.NodeTransformer):
         body = [statement for old in tree.body for statement in _listed(self.visit(old))]
         if self.counting == "outer":
             whole = ast.Constant(self.unit.key == "forward")
-            begin = ast.Assign([ast.Name("_gs_count", ast.Store())], _call("begin", whole))
+            begin = ast.Assign([ast.Name("_gs_count", ast.Store())], call("begin", whole))
             if not isinstance(body[-1], ast.Return | ast.Raise):
-                body.append(ast.Expr(_call("end", self.unit.module(), _counts(), whole)))
-            body = [begin, ast.Try(body, [], [], [ast.Expr(_call("close", _counts()))])]
+                body.append(ast.Expr(call("end", self.unit.module(), counts(), whole)))
+            body = [begin, ast.Try(body, [], [], [ast.Expr(call("close", counts()))])]
         elif self.counting == "inner":
             _add_keyword(tree.args)
         if self.unit.is_helper:
@@ -80,12 +81,17 @@ class Editor(ast.NodeTransformer):
         for method in methods:
             value = ast.Call(ast.Attribute(self.unit.module(), method, ast.Load()), [value], [])
         for slot in self.orders.slots.get(place, []):
-            value = _call("step" if read else "drop", self.unit.module(), _counts(), ast.Constant(slot), value)
+            value = call("step" if read else "drop", self.unit.module(), counts(), ast.Constant(slot), value)
         return value
 
     def expression(self, node: Any) -> Any:
         self.generic_visit(node)
-        return self.wrap(node, node) if self.site_of(node) else node
+        return self.wrap(node, self.receive(node)) if self.site_of(node) else node
+
+    def receive(self, node: Any) -> Any:
+        """Let what an expression computes with come over the edges that lead to it."""
+        slots = self.orders.consumers.get((self.unit, node._gs_node))
+        return received(self.unit, node, slots, self.provided) if slots else node
 
     visit_BinOp = visit_UnaryOp = visit_Subscript = expression
 
@@ -115,11 +121,12 @@ class Editor(ast.NodeTransformer):
         if site is None:
             return node
         if site.name is not None:
-            return self.wrap(node, node, read)
+            return self.wrap(node, self.receive(node), read)
         name = f"_gs_site_{site.node}"
         self.provided[name] = site
         slots = self.orders.slots[self.unit, site.node]
-        known = [self.unit.module(), _counts(), ast.Constant(tuple(slots)), ast.Name(name, ast.Load())]
+        numbers: list[ast.expr] = [ast.Constant(slot) for slot in slots]
+        known = [self.unit.module(), counts(), ast.Tuple(numbers, ast.Load()), ast.Name(name, ast.Load())]
         return ast.Call(
             ast.Attribute(ast.Name("_gs", ast.Load()), "call" if read else "call_dropped", ast.Load()),
             [*known, node.func, *node.args],
@@ -130,6 +137,8 @@ class Editor(ast.NodeTransformer):
         self.generic_visit(node)
         if self.site_of(node) is None:
             return node
+        if (self.unit, node._gs_node) in self.orders.consumers:  # type: ignore[attr-defined]
+            node.value = self.receive(node)
         again = same_again(node.target)
         if isinstance(node.target, ast.Name):
             readable = read_after(self.tree, node, node.target.id)
@@ -141,13 +150,22 @@ class Editor(ast.NodeTransformer):
         value = self.wrap(node, again, readable)
         return [node, ast.Assign([node.target], value) if readable else ast.Expr(value)]
 
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        """An assignment to a name that is never read is as good as a dropped value."""
+        target, value = node.targets[0], node.value
+        is_read_by_name = not isinstance(target, ast.Name) or len(node.targets) > 1 or is_read(self.tree, target.id)
+        if is_read_by_name or not isinstance(value, ast.Call) or any(overwritten(value)):
+            return self.generic_visit(node)
+        node.value = self.visit_Call(value, read=False)
+        return node
+
     def visit_Expr(self, node: ast.Expr) -> Any:
         """A statement whose value is dropped: in place, the name it changed is bound anew; else nobody reads it."""
         if not isinstance(node.value, ast.Call):
             if self.site_of(node.value):
                 dropped = node.value
                 self.generic_visit(dropped)
-                return ast.Expr(self.wrap(dropped, dropped, read=False))  # type: ignore[arg-type]
+                return ast.Expr(self.wrap(dropped, dropped, read=False))
             return self.generic_visit(node)
         chain = list(overwritten(node.value))
         if any(self.site_of(call) for call, _ in chain):
@@ -182,40 +200,40 @@ class Editor(ast.NodeTransformer):
                 arguments = [ast.Starred(rest, ast.Load()), *arguments]
         keywords = [self.visit(keyword) for keyword in node.keywords]
         if reach.unit in self.counted:
-            keywords.append(ast.keyword("_gs_count", _counts()))
+            keywords.append(ast.keyword("_gs_count", counts()))
         return ast.Call(self.copy_of(reach.unit), [self.visit(argument) for argument in arguments], keywords)
 
     def visit_Attribute(self, node: Any) -> ast.expr:
         reach = self.reach(node)
         if reach is None:
             self.generic_visit(node)
-            return node  # type: ignore[no-any-return]
+            return node
         copied = self.copy_of(reach.unit)
-        return _call("carry", copied, _counts()) if reach.unit in self.counted else copied
+        return call("carry", copied, counts()) if reach.unit in self.counted else copied
 
     visit_Name = visit_Attribute
 
     # Functions inside the function, and its returns
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        counts = self.counts_in(node)
+        has_counts = self.counts_in(node)
         self.depth += 1
         self.generic_visit(node)
         self.depth -= 1
-        if counts:
+        if has_counts:
             _add_keyword(node.args)
-            node.decorator_list.append(_call("carried", _counts()))
+            node.decorator_list.append(call("carried", counts()))
         return node
 
     def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
-        counts = self.counts_in(node)
+        has_counts = self.counts_in(node)
         self.depth += 1
         self.generic_visit(node)
         self.depth -= 1
-        if not counts:
+        if not has_counts:
             return node
         _add_keyword(node.args)
-        return _call("carry", node, _counts())
+        return call("carry", node, counts())
 
     def counts_in(self, node: ast.AST) -> bool:
         for inner in ast.walk(node):
@@ -230,16 +248,8 @@ class Editor(ast.NodeTransformer):
         if self.counting == "outer" and not self.depth:
             whole = ast.Constant(self.unit.key == "forward")
             value = [node.value] if node.value else []
-            node.value = _call("end", self.unit.module(), _counts(), whole, *value)
+            node.value = call("end", self.unit.module(), counts(), whole, *value)
         return node
-
-
-def _call(method: str, *arguments: ast.expr) -> ast.Call:
-    return ast.Call(ast.Attribute(ast.Name("_gs", ast.Load()), method, ast.Load()), list(arguments), [])
-
-
-def _counts() -> ast.expr:
-    return ast.Name("_gs_count", ast.Load())
 
 
 def _add_keyword(arguments: ast.arguments) -> None:

@@ -4,6 +4,7 @@ From this alone is decided how often an op can have run when a site is reached, 
 apart where it stands in the source, or has to be counted as the forward runs.
 """
 
+import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,11 +46,16 @@ class Enter:
 
 @dataclass(frozen=True)
 class Branch:
+    """One of several ways."""
+
     options: "tuple[Flow, ...]"
+    condition: ast.expr | None = None  # of the first option, where there are two
 
 
 @dataclass(frozen=True)
 class Loop:
+    """A body that runs any number of times."""
+
     body: "Flow"
 
 
@@ -62,6 +68,8 @@ class Loose:
 
 @dataclass(frozen=True)
 class Attempt:
+    """A body that may stop anywhere and go on in a handler."""
+
     body: "Flow"
     handlers: "tuple[Flow, ...]"
     otherwise: "Flow"
@@ -192,25 +200,36 @@ def _join(spans: list[Span]) -> Span | None:
     return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
 
 
-def in_order(unit: Any) -> list[Site]:
-    """The sites in the order of the source, every branch and one round of every loop, calls written out."""
-    found: list[Site] = []
+def in_order(unit: Any, decide: Callable[[Any, ast.expr], bool | None]) -> list[tuple[Site, bool]]:
+    """The sites in the order of the source, one round of every loop, calls written out.
 
-    def visit(flow: Flow, open_units: tuple[int, ...]) -> None:
+    Every branch, unless ``decide`` knows how the condition of a function turns out. With each site goes whether it is
+    certain to run, once, where it stands.
+    """
+    found: list[tuple[Site, bool]] = []
+
+    def visit(owner: Any, flow: Flow, opened: tuple[int, ...], certain: bool) -> bool:
+        """Whether the flow surely leaves the function."""
         for step in flow:
             if isinstance(step, Site):
-                found.append(step)
+                found.append((step, certain))
             elif isinstance(step, Enter):
-                if id(step.unit) not in open_units:
-                    visit(step.unit.flow, (*open_units, id(step.unit)))
+                if id(step.unit) not in opened:
+                    visit(step.unit, step.unit.flow, (*opened, id(step.unit)), certain and not step.loose)
             elif isinstance(step, Branch):
-                for option in step.options:
-                    visit(option, open_units)
+                taken = decide(owner, step.condition) if step.condition is not None else None
+                options = step.options if taken is None else [step.options[not taken]]
+                left = [visit(owner, option, opened, certain and taken is not None) for option in options]
+                if all(left):
+                    return True
             elif isinstance(step, Loop | Loose):
-                visit(step.body, open_units)
+                visit(owner, step.body, opened, False)
             elif isinstance(step, Attempt):
                 for part in (step.body, *step.handlers, step.otherwise):
-                    visit(part, open_units)
+                    visit(owner, part, opened, False)
+            else:
+                return True
+        return False
 
-    visit(unit.flow, (id(unit),))
+    visit(unit, unit.flow, (id(unit),), True)
     return found

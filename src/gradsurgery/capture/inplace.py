@@ -51,6 +51,11 @@ def read_after(tree: ast.AST, node: ast.AST, name: str) -> bool:
     )
 
 
+def is_read(tree: ast.AST, name: str) -> bool:
+    """Whether a function reads a name anywhere, its inner functions included."""
+    return any(_is(read, name) and isinstance(read.ctx, ast.Load | ast.Del) for read in ast.walk(tree))  # type: ignore[attr-defined]
+
+
 def _is(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 

@@ -13,10 +13,14 @@ MISSING = object()
 
 _NUMBERS = ("len", "int", "float", "bool", "str", "range", "isinstance", "hasattr", "type")
 _NUMBER_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "__name__", "__class__")
+# Methods that hand back no tensor, of tensors, lists and strings alike.
 NUMBER_METHODS = frozenset(
-    "size dim ndimension numel nelement item tolist stride storage_offset element_size get_device data_ptr numpy "
-    "is_contiguous is_floating_point is_complex is_nested append extend insert keys format join startswith "
-    "endswith".split()
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "item", "tolist", "stride", "storage_offset"),
+        *("element_size", "get_device", "data_ptr", "numpy", "equal", "allclose"),
+        *(name for name in dir(torch.Tensor) if name.startswith("is_")),
+        *("append", "extend", "insert", "keys", "format", "join", "startswith", "endswith"),
+    )
 )
 # Of tensors alone: a string has a ``split`` too.
 TENSOR_METHODS = (
@@ -88,8 +92,8 @@ class Names:
         if isinstance(node, ast.Name) and node.id in self.bound:
             # A name in the middle of its own definition (``i = i + 1``) is what its other definitions make of it.
             values = [value for value, _ in self.bound[node.id]]
-            return node.id in _open or bool(values) and all(
-                value is not None and self.is_number(value, _open | {node.id}) for value in values
+            return node.id in _open or (
+                bool(values) and all(value is not None and self.is_number(value, _open | {node.id}) for value in values)
             )
         return False
 
@@ -102,22 +106,26 @@ class Names:
         if isinstance(node, ast.Subscript):
             return self.is_tensor(node.value, _open)
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute) and node.func.attr in TENSOR_METHODS:
-                if self.is_tensor(node.func.value, _open):
-                    return True
+            method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if method in TENSOR_METHODS and self.is_tensor(node.func.value, _open):  # type: ignore[attr-defined]
+                return True
             found = self.outside(node.func)
             module = getattr(found, "__module__", None) or ""
             return module in ("torch", "torch.nn.functional") and getattr(found, "__name__", "") in TENSOR_METHODS
         if isinstance(node, ast.Name) and node.id in self.bound:
             bound = self.bound[node.id]
-            return node.id in _open or bool(bound) and all(
-                how == "tensor" or (value is not None and how == "value" and self.is_tensor(value, _open | {node.id}))
-                for value, how in bound
+            inner = _open | {node.id}
+            return node.id in _open or (
+                bool(bound)
+                and all(
+                    how == "tensor" or (value is not None and how == "value" and self.is_tensor(value, inner))
+                    for value, how in bound
+                )
             )
         return False
 
     def origin(self, node: ast.expr, _open: frozenset[str] = frozenset()) -> str | None:
-        """The attribute of the module that a value is reached through, "" for any of them; None: not from the module."""
+        """The attribute of the module that a value is reached through, "" for any of them, None for none."""
         if self.is_self(node):
             return ""
         if isinstance(node, ast.Attribute):
@@ -145,8 +153,11 @@ def _common(origins: list[str | None]) -> str | None:
 
 
 class _Bindings(ast.NodeVisitor):
-    """Collects what each name is bound to: (the expression, "value" or "item" of it), (None, "tensor") for a
-    parameter annotated so, (None, "") for the unknown."""
+    """Collects what each name is bound to.
+
+    An expression and "value", or "item" for a part of it; nothing and "tensor" for a parameter annotated so; nothing
+    and "" for what is not known.
+    """
 
     def __init__(self, names: Names) -> None:
         self.names = names

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .anatomy import Anatomy, Unit, anatomy
+from ..errors import CaptureError
+from .anatomy import Anatomy, anatomy
 from .edit import Counting, Editor, inner_key
 from .flow import Site, count
-from .runtime import ALL, Plan
+from .meeting import ALL, Slot
+from .runtime import Plan
 from .source import accepts, rebuild, recompile
-from ..errors import CaptureError
+from .unit import Unit
 
-__all__ = ["ALL", "OpEdit", "rewrite"]
+__all__ = ["ALL", "EdgeEdit", "OpEdit", "rewrite"]
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,29 @@ class OpEdit:
     method: str
 
 
+@dataclass(frozen=True)
+class EdgeEdit:
+    """What one op, or child call, receives from another: the value goes to all others as it was.
+
+    Which of the arguments of the consumer is the value is told by identity as the forward runs, so the value may take
+    any way through names, tuples and helper functions; a new value that was computed from it is another edge.
+    """
+
+    producer: tuple[str, int | None]
+    consumer: tuple[str, int | None]
+    method: str
+
+
 @dataclass
 class Orders:
-    """What is to be done at each site: ``plain`` methods to call, or ``slots`` of names to count."""
+    """What is to be done at each site: ``plain`` methods to call, or ``slots`` of names to count.
+
+    ``consumers`` are those of the slots whose name takes in the value of an edge.
+    """
 
     plain: dict[tuple[Unit, int], list[str]] = field(default_factory=dict)
     slots: dict[tuple[Unit, int], list[int]] = field(default_factory=dict)
+    consumers: dict[tuple[Unit, int], list[int]] = field(default_factory=dict)
     plan: Any = None
 
     def nodes(self, unit: Unit) -> set[int]:
@@ -46,7 +65,7 @@ class Orders:
 
 
 def rewrite(
-    cls: type, edits: tuple[OpEdit, ...], forward: Callable[..., Any] | None = None
+    cls: type, edits: tuple[OpEdit | EdgeEdit, ...], forward: Callable[..., Any] | None = None
 ) -> dict[str, Callable[..., Any]]:
     """The functions that a subclass of ``cls`` needs for the values of some ops to pass through its methods.
 
@@ -58,53 +77,53 @@ def rewrite(
     Raises:
         CaptureError: where the source cannot be had, or an op is written so that its value cannot be replaced.
     """
-    body = anatomy(cls, forward)
-    if any(cls_function is not unit.function for unit, cls_function in _live(body)):
-        anatomy.cache_clear()  # a method was replaced on the class since
-        _rewritten.cache_clear()
-        body = anatomy(cls, forward)
-    return _rewritten(body, edits)
-
-
-def _live(body: Anatomy) -> list[tuple[Unit, Any]]:
-    units = [unit for unit in body.units.values() if unit.public and unit is not body.root]
-    return [(unit, body.owner_of(unit.key)) for unit in units]
+    return _rewritten(anatomy(cls, forward), edits)
 
 
 @functools.lru_cache(maxsize=4096)
-def _rewritten(body: Anatomy, edits: tuple[OpEdit, ...]) -> dict[str, Callable[..., Any]]:
-    orders = _orders(body, edits)
-    return write(body, orders)
+def _rewritten(body: Anatomy, edits: tuple[OpEdit | EdgeEdit, ...]) -> dict[str, Callable[..., Any]]:
+    return write(body, _orders(body, edits))
 
 
-def _orders(body: Anatomy, edits: tuple[OpEdit, ...]) -> Orders:
+def _orders(body: Anatomy, edits: tuple[OpEdit | EdgeEdit, ...]) -> Orders:
     """Decide for every name whether its calls can be told apart in the source, or have to be counted."""
     orders = Orders()
-    slots: list[tuple[str, tuple[tuple[int | None, str], ...]]] = []
-    for name in dict.fromkeys(edit.name for edit in edits):
-        wanted = [edit for edit in edits if edit.name == name]
+    slots: list[Slot] = []
+    edges = [edit for edit in edits if isinstance(edit, EdgeEdit)]
+    ends = {name for edge in edges for name, _ in (edge.producer, edge.consumer)}
+    ops = [edit for edit in edits if isinstance(edit, OpEdit)]
+    for name in dict.fromkeys((*(edit.name for edit in ops), *ends)):
+        wanted = [edit for edit in ops if edit.name == name]
         sites = [(u, s) for u in body.units.values() for s in u.sites.values() if s.is_named(name) != "no"]
         if not sites:
             raise CaptureError(
-                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.parsed.where(body.root.parsed.tree)}) "
-                "has no such op. List what it has with `gradsurgery.sites`."
+                f"asked for '{name}' of {body.cls.__qualname__}; its forward ({body.root.where}) has no "
+                "such op. List what it has with `gradsurgery.sites`."
             )
         told = [_told(body, sites, name, edit) for edit in wanted]
-        if all(found is not None for found in told):
+        if name not in ends and all(found is not None for found in told):
             for edit, found in zip(wanted, told, strict=True):
                 for place in found or ():
                     orders.plain.setdefault(place, []).append(edit.method)
         else:
+            taken = tuple((k, edge.consumer[1]) for k, edge in enumerate(edges) if edge.consumer[0] == name)
+            kept = tuple((k, edge.producer[1]) for k, edge in enumerate(edges) if edge.producer[0] == name)
             for unit, site in sites:
                 orders.slots.setdefault((unit, site.node), []).append(len(slots))
-            slots.append((name, tuple((edit.index, edit.method) for edit in wanted)))
-    orders.plan = Plan(body.cls.__qualname__, tuple(slots))
+                if taken:
+                    orders.consumers.setdefault((unit, site.node), []).append(len(slots))
+            slots.append(Slot(name, tuple((edit.index, edit.method) for edit in wanted), kept, taken))
+    described = tuple((_described(edge), edge.method) for edge in edges)
+    orders.plan = Plan(body.cls.__qualname__, tuple(slots), described)
     return orders
 
 
-def _told(
-    body: Anatomy, sites: list[tuple[Unit, Site]], name: str, edit: OpEdit
-) -> list[tuple[Unit, int]] | None:
+def _described(edge: EdgeEdit) -> str:
+    ends = (name if index is None else f"{name}@{index}" for name, index in (edge.producer, edge.consumer))
+    return " -> ".join(ends)
+
+
+def _told(body: Anatomy, sites: list[tuple[Unit, Site]], name: str, edit: OpEdit) -> list[tuple[Unit, int]] | None:
     """The sites of one edit where the source alone tells them, else None."""
     if any(site.is_named(name) == "maybe" for _, site in sites):
         return None
@@ -135,8 +154,8 @@ def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
             continue
         if unit.names.rebinds_self():
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}); it "
-                f"binds the name '{unit.names.self_name}' to something else. Operate on a child, or on the output."
+                f"asked for an op inside {unit.title}; it binds the name '{unit.names.self_name}' to something else. "
+                "Operate on a child, or on the output."
             )
         if unit not in counted or unit.public:
             outer: Counting = "outer" if unit in counted else "none"
@@ -162,8 +181,8 @@ def _function(
         refusing = [w for w in unit.wrappers if not accepts(w, "_gs_count")]
         if refusing:
             raise CaptureError(
-                f"asked for an op inside {unit.parsed.function.__qualname__} ({unit.parsed.where(unit.parsed.tree)}) that "
-                "has to be counted as it runs; its decorator takes no further keyword, so the counter cannot be passed. "
+                f"asked for an op inside {unit.title} that has to be counted as it runs; its decorator takes no "
+                "further keyword, so the counter cannot be passed. "
                 "Operate on a child, or on the output."
             )
     editor = Editor(unit, orders, touched, counted, counting)

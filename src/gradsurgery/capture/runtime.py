@@ -14,9 +14,7 @@ from torch import nn
 
 from ..errors import CaptureError
 from .flow import Site
-
-ALL = -1
-"""The index of an edit that holds for every call of a name."""
+from .meeting import ALL, Meeting, Slot, is_due
 
 # Which backward is running, -1 outside of one. Where a version of torch lacks it, carry() goes by the end of the call.
 _backward_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
@@ -56,48 +54,59 @@ def name_of(owner: nn.Module, callee: Any, site: Site) -> str | None:
     return (site.prefix or name) if name and not isinstance(callee, type) else None
 
 
+def _parts(value: Any) -> list[Any]:
+    """The elements of a value that a consumer may be given one by one."""
+    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, tuple | list) else []
+
+
 def _mode(owner: nn.Module) -> str:
     return "train" if owner.training else "eval"
 
 
-class Plan:
-    """The counted edits of one class: names in slots, each with the methods to call at each index."""
+class Plan(Meeting):
+    """The counted edits of one class: names in slots, and the edges between them."""
 
-    def __init__(self, forward: str, slots: tuple[tuple[str, tuple[tuple[int | None, str], ...]], ...]) -> None:
-        self.forward, self.slots = forward, slots
+    def __init__(self, forward: str, slots: tuple[Slot, ...], edges: tuple[tuple[str, str], ...] = ()) -> None:
+        self.forward, self.slots, self.edges = forward, slots, edges
 
-    def begin(self, whole: bool) -> list[int]:
+    def begin(self, whole: bool) -> list[Any]:
         """Fresh counters for one call; not ``whole`` where the call came in by another way than the forward."""
         if not whole and torch.is_grad_enabled():
-            for name, edits in self.slots:
-                for index, _ in edits:
-                    if index is not None and index > 0:
+            for slot in self.slots:
+                name = slot.name
+                for index in slot.asked():
+                    if index is not None and index != ALL:
                         raise CaptureError(
                             f"asked for '{name}@{index}' of {self.forward}, which is counted from the start of the "
                             "forward; a method of the module was called directly, where that call cannot be told. "
                             "Call the module itself, or address a child."
                         )
-        return [0] * (len(self.slots) + 1)  # the last one: whether the call is over
+        return [0] * len(self.slots) + [[] for _ in self.edges] + [0] * (len(self.edges) + 1)
 
-    def close(self, counts: list[int]) -> None:
+    def close(self, counts: list[Any]) -> None:
+        for kept in counts[len(self.slots) : len(self.slots) + len(self.edges)]:
+            kept.clear()  # an activation is held no longer than the call
         counts[-1] = 1
 
-    def step(self, owner: nn.Module, counts: list[int], slot: int, value: Any) -> Any:
+    def step(self, owner: nn.Module, counts: list[Any], slot: int, value: Any) -> Any:
         """Pass the value of an op on, through the methods that are due at this call of it."""
         if not holds_tensor(value):
             return value
         index = counts[slot]
         counts[slot] = index + 1
-        for wanted, method in self.slots[slot][1]:
-            if wanted == index or wanted == ALL or (wanted is None and index == 0):
+        for wanted, method in self.slots[slot].edits:
+            if is_due(wanted, index):
                 value = getattr(owner, method)(value)
+        for edge, wanted in self.slots[slot].keeps:
+            if is_due(wanted, index):
+                counts[len(self.slots) + edge] += [value, *_parts(value)]
         return value
 
-    def drop(self, owner: nn.Module, counts: list[int], slot: int, value: Any) -> Any:
+    def drop(self, owner: nn.Module, counts: list[Any], slot: int, value: Any) -> Any:
         """Count an op whose value nobody reads."""
-        ran = counts[slot]
-        name, edits = self.slots[slot]
-        due = any(index in (ran, ALL) or (index is None and ran == 0) for index, _ in edits)
+        ran, name = counts[slot], self.slots[slot].name
+        asked = [index for index, _ in self.slots[slot].edits] + [index for _, index in self.slots[slot].keeps]
+        due = any(is_due(index, ran) for index in asked)
         if holds_tensor(value):
             counts[slot] = ran + 1
             if due and torch.is_grad_enabled():
@@ -130,20 +139,23 @@ class Plan:
         kwargs: dict[str, Any],
     ) -> Any:
         callee, *args = call
-        value = callee(*args, **kwargs)
-        for slot in slots:
-            name = self.slots[slot][0]
-            if isinstance(callee, nn.Module) and child_at(owner, name) is not callee:
-                continue
-            if name_of(owner, callee, site) == name:
-                value = then(owner, counts, slot, value)
+        named = [slot for slot in slots if self._is_called(owner, callee, site, self.slots[slot].name)]
+        value = self.meet(owner, counts, tuple(named), callee, *args, **kwargs)
+        for slot in named:
+            value = then(owner, counts, slot, value)
         return value
+
+    def _is_called(self, owner: nn.Module, callee: Any, site: Site, name: str) -> bool:
+        if isinstance(callee, nn.Module) and child_at(owner, name) is not callee:
+            return False
+        return name_of(owner, callee, site) == name
 
     def end(self, owner: nn.Module, counts: list[int], whole: bool, value: Any = None) -> Any:
         """Pass on what the call returns, once every op that was asked for has run as often as it should."""
         if torch.is_grad_enabled():
-            for (name, edits), ran in zip(self.slots, counts, strict=False):
-                for index, _ in edits:
+            for slot, ran in zip(self.slots, counts, strict=False):
+                name = slot.name
+                for index in slot.asked():
                     if index is None and ran > 1:
                         raise CaptureError(
                             f"asked for '{name}' of {self.forward}; it ran {ran} times in this call. "
@@ -152,10 +164,17 @@ class Plan:
                     if whole and index != ALL and ran <= (index or 0):
                         asked = name if index is None else f"{name}@{index}"
                         raise CaptureError(
-                            f"asked for '{asked}' of {self.forward}; in this call, in {_mode(owner)} mode, '{name}' ran "
-                            f"{ran} times, so the operator would have been passed by. Take the mode and the arguments "
-                            "under which it runs, run without gradients, or operate on the output of the module."
+                            f"asked for '{asked}' of {self.forward}; in this call, in {_mode(owner)} mode, '{name}' "
+                            f"ran {ran} times, so the operator would have been passed by. Take the mode and the "
+                            "arguments under which it runs, run without gradients, or operate on the module's output."
                         )
+            for (asked, _), taken in zip(self.edges, counts[-1 - len(self.edges) : -1], strict=True):
+                if whole and not taken:
+                    raise CaptureError(
+                        f"asked for the edge '{asked}' of {self.forward}; in this call the second never received the "
+                        "value of the first, or not as it is (a value that was computed from it is another one). "
+                        "Name the op that makes what it receives: gs.sites lists the ops of a forward."
+                    )
         return value
 
     def carry(self, function: Callable[..., Any], counts: list[int]) -> Callable[..., Any]:

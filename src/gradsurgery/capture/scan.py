@@ -1,18 +1,14 @@
 """One walk over a function in the order in which Python evaluates it: its sites, its calls, and the flow between."""
 
 import ast
-import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
+from .calls import Calls, Naming
 from .flow import Attempt, Branch, Enter, Flow, Leave, Loop, Loose, Site
-from .names import MISSING, NUMBER_METHODS, TENSOR_METHODS
-from .source import Function
+from .unit import Unit
 
 if TYPE_CHECKING:
-    from .anatomy import Anatomy, Reach, Unit
+    from .anatomy import Anatomy
 
 _OPERATORS = {
     ast.Add: "add",
@@ -24,19 +20,15 @@ _OPERATORS = {
     ast.Mod: "mod",
     ast.Pow: "pow",
 }
-_BUILTIN_OPS = ("sum", "max", "min", "abs", "pow")
 _CONSUMERS = ("sum", "tuple", "list", "max", "min", "set", "dict", "sorted", "any", "all")
-# Methods of tensors that are everyday names of children as well.
-_CHILDISH = frozenset({"norm", "relu", "softmax", "sigmoid", "tanh", "flatten", "norm1", "norm2"})
-_TENSOR = frozenset(dir(torch.Tensor))
-_QUESTIONS = re.compile(r"is_|get_|_assert$|_unwrap|finfo$|iinfo$")  # functions of torch that return no tensor
 
 
 class Scanner:
     """Fills in the flow, the sites and the reaches of one unit, and numbers the nodes that they stand on."""
 
-    def __init__(self, anatomy: "Anatomy", unit: "Unit") -> None:
-        self.anatomy, self.unit, self.names = anatomy, unit, unit.names
+    def __init__(self, anatomy: "Anatomy", unit: Unit) -> None:
+        self.unit, self.names = unit, unit.names
+        self.calls = Calls(anatomy, unit)
         self.flow: Flow = unit.flow
 
     def run(self) -> None:
@@ -89,7 +81,7 @@ class Scanner:
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
-        self.flow.append(Branch((self.part(node.body), self.part(node.orelse))))
+        self.flow.append(Branch((self.part(node.body), self.part(node.orelse)), node.test))
 
     def visit_Match(self, node: Any) -> None:
         self.visit(node.subject)
@@ -99,9 +91,20 @@ class Scanner:
     def visit_Try(self, node: ast.Try) -> None:
         handlers = tuple(self.part(handler.body) for handler in node.handlers)
         self.flow.append(Attempt(self.part(node.body), handlers, self.part(node.orelse)))
-        self.block(node.finalbody)
+        # It also runs on the way out of a return or a raise, whose counts differ.
+        self.flow.append(Loose(self.part(node.finalbody)))
 
     visit_TryStar = visit_Try
+
+    def visit_With(self, node: ast.With) -> None:
+        self.block([item.context_expr for item in node.items])
+        body = self.part(node.body)
+        callees = [item.context_expr for item in node.items]
+        known = [self.names.outside(c.func if isinstance(c, ast.Call) else c) for c in callees]
+        if all((getattr(found, "__module__", None) or "").startswith("torch") for found in known):
+            self.flow += body
+        else:  # any other may swallow an exception, as contextlib.suppress does
+            self.flow.append(Attempt(body, ([],), []))
 
     def visit_Return(self, node: ast.Return) -> None:
         self.visit_children(node)
@@ -114,12 +117,10 @@ class Scanner:
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.block([*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d)])
         self.flow.append(Loose(self.part(node.body)))
-        self.number(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         self.block([*node.args.defaults, *(d for d in node.args.kw_defaults if d)])
         self.flow.append(Loose(self.part([node.body])))
-        self.number(node)
 
     def visit_AsyncFunctionDef(self, node: ast.AST) -> None:
         """Neither coroutines nor classes inside a forward are looked into: what they hold is no part of it."""
@@ -132,11 +133,13 @@ class Scanner:
         self.visit(node.values[0])
         if len(node.values) > 1:
             rest = node.values[1] if len(node.values) == 2 else ast.BoolOp(node.op, node.values[1:])
-            self.flow.append(Branch((self.part([rest]), [])))
+            first = node.values[0]
+            condition = first if isinstance(node.op, ast.And) else ast.UnaryOp(ast.Not(), first)
+            self.flow.append(Branch((self.part([rest]), []), condition))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         self.visit(node.test)
-        self.flow.append(Branch((self.part([node.body]), self.part([node.orelse]))))
+        self.flow.append(Branch((self.part([node.body]), self.part([node.orelse])), node.test))
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
@@ -183,7 +186,7 @@ class Scanner:
 
     def hand_over(self, node: ast.expr, loose: bool = True) -> bool:
         """A function of the forward that is named without being called."""
-        reach = self.reach(node, None)
+        reach = self.calls.reach(node)
         if reach is None:
             return False
         self.unit.reaches[self.number(node)] = reach
@@ -191,101 +194,24 @@ class Scanner:
         return True
 
     def visit_Call(self, node: ast.Call) -> None:
-        reach = self.reach(node.func, node)
+        reach = self.calls.reach(node.func, node)
         if reach is not None:
             self.unit.reaches[self.number(node)] = reach
         elif isinstance(node.func, ast.Attribute):
             self.visit(node.func.value)
         elif not isinstance(node.func, ast.Name):
             self.visit(node.func)
-        arguments = [*node.args, *node.keywords]
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if len(arguments) == 1 and isinstance(node.args[:1], list) and name in _CONSUMERS and node.args:
-            if isinstance(node.args[0], ast.GeneratorExp):
-                self.comprehension(node.args[0])
-                arguments = []
-        # A checkpoint runs what it is handed once; running it again in the backward is no other call.
-        if name == "checkpoint" and node.args and self.reach(node.args[0], None):
-            self.hand_over(arguments.pop(0), loose=False)
-        self.block(arguments)
+        first: ast.expr | None
+        first, *others = node.args or [None]  # type: ignore[list-item]
+        if isinstance(first, ast.GeneratorExp) and isinstance(node.func, ast.Name) and node.func.id in _CONSUMERS:
+            self.comprehension(first)
+        elif first is not None and not (self.calls.is_checkpoint(node.func) and self.hand_over(first, loose=False)):
+            self.visit(first)
+        self.block([*others, *node.keywords])
         if reach is not None:
             self.flow.append(Enter(reach.unit))
-        else:
-            self.call_site(node)
-
-    # What a call calls
-
-    def reach(self, node: ast.expr, call: ast.Call | None) -> "Reach | None":
-        """The function of this forward that an expression names."""
-        from .anatomy import Reach
-
-        if isinstance(node, ast.Attribute):
-            if self.names.is_self(node.value):
-                unit = self.anatomy.method(node.attr)
-                return Reach(unit) if unit else None
-            if _is_super(node.value, self.names):
-                unit = self.anatomy.above(self.unit, node.attr)
-                return Reach(unit) if unit else None
-        found = self.names.outside(node)
-        if not isinstance(found, Function):
-            return None
-        if call is not None and self.passes_self(call):
-            in_mro = any(found in vars(base).values() for base in self.anatomy.cls.__mro__ if base is not nn.Module)
-            if in_mro or (isinstance(node, ast.Name) and node.id in self.names.cells):
-                unit = self.anatomy.explicit(found)
-                return Reach(unit, drops_self=True) if unit else None
-        unit = self.anatomy.helper(found)
-        return Reach(unit) if unit else None
-
-    def passes_self(self, call: ast.Call) -> bool:
-        first = call.args[0] if call.args else None
-        if isinstance(first, ast.Starred):
-            vararg = self.unit.parsed.tree.args.vararg
-            is_vararg = isinstance(first.value, ast.Name) and vararg is not None and first.value.id == vararg.arg
-            return is_vararg and self.names.self_name is None and not self.unit.is_helper
-        return first is not None and self.names.is_self(first)
-
-    def call_site(self, node: ast.Call) -> None:
-        func = node.func
-        outside = self.names.outside(func)
-        if outside is not MISSING and not isinstance(outside, nn.Module):
-            name = getattr(outside, "__name__", None) or _last(func)
-            module = getattr(outside, "__module__", None) or ""
-            if isinstance(outside, type) or module in ("math", "builtins") and name not in _BUILTIN_OPS:
-                return
-            if module.startswith("torch") and _QUESTIONS.match(name) or module == "torch.jit":
-                return
-            self.site(node, _identifier(name if name != "<lambda>" else _last(func)), sure=module.startswith("torch"))
-        elif (path := self.child_path(func)) is not None:
-            self.site(node, path, kind="child", sure=True)
-        elif isinstance(func, ast.Attribute):
-            self.method_site(node, func)
-        elif not (isinstance(func, ast.Name) and (func.id in self.names.functions or self.names.is_self(func))):
-            if not (isinstance(func, ast.Name) and outside is MISSING and func.id not in self.names.bound):
-                self.site(node, None, prefix=self.names.origin(func) or "", kind="child")
-
-    def method_site(self, node: ast.Call, func: ast.Attribute) -> None:
-        if func.attr in NUMBER_METHODS or self.names.is_number(func.value) or _is_super(func.value, self.names):
-            return
-        if self.names.is_self(func.value):
-            if not hasattr(nn.Module, func.attr):
-                self.site(node, func.attr, kind="child")
-            return
-        origin = self.names.origin(func.value)
-        if origin is None or (func.attr in _TENSOR and func.attr not in _CHILDISH):
-            self.site(node, func.attr, sure=func.attr in TENSOR_METHODS)
-        else:
-            self.site(node, None, prefix=origin, tail=func.attr, kind="child")
-
-    def child_path(self, node: ast.expr) -> str | None:
-        """The path of a child that is written out: ``self.conv1``, ``self.downsample[0]``."""
-        if isinstance(node, ast.Attribute) and self.names.is_self(node.value):
-            return None if hasattr(nn.Module, node.attr) else node.attr
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            key, holder = node.slice.value, self.child_path(node.value)
-            if holder is not None and (isinstance(key, str) or (isinstance(key, int) and key >= 0)):
-                return f"{holder}.{key}"
-        return None
+        elif (naming := self.calls.name(node.func)) is not None:
+            self.add(node, naming)
 
     # Bookkeeping
 
@@ -296,32 +222,14 @@ class Scanner:
             tree: Any = self.unit.parsed.tree
             known = tree._gs_nodes = getattr(tree, "_gs_nodes", 0) + 1
             node._gs_node = known  # type: ignore[attr-defined]
-        return known  # type: ignore[no-any-return]
+        return int(known)
 
-    def site(
-        self,
-        node: ast.AST,
-        name: str | None,
-        prefix: str = "",
-        tail: str | None = None,
-        kind: Literal["op", "child"] = "op",
-        sure: bool = False,
-    ) -> None:
+    def site(self, node: ast.AST, name: str, sure: bool) -> None:
+        self.add(node, Naming(name, "op", sure))
+
+    def add(self, node: ast.AST, naming: Naming) -> None:
         parsed = self.unit.parsed
-        site = Site(self.number(node), name, prefix, tail, kind, sure, parsed.where(node), parsed.segment(node))
+        where, text = parsed.where(node), parsed.segment(node)
+        site = Site(self.number(node), naming.name, naming.prefix, naming.tail, naming.kind, naming.sure, where, text)
         self.unit.sites[site.node] = site
         self.flow.append(site)
-
-
-def _is_super(node: ast.expr, names: Any) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"):
-        return False
-    return not node.args or (len(node.args) == 2 and names.is_self(node.args[1]))
-
-
-def _last(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "call")
-
-
-def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name).strip("_") if not name.isidentifier() else name

@@ -15,8 +15,13 @@ from .code import compile_function
 KEPT = "_gs_forward"
 """The name under which a generated class keeps the forward that it stands in front of."""
 
+COUNT_CHANGES, REFUSE_CHANGES = "_gs_count_changes", "_gs_refuse_changes"
+"""Methods around the kept forward where what it receives was operated on: it must not be changed in place."""
 
-def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
+
+def seal(
+    forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], whole: bool = False
+) -> torch.fx.Graph:
     """The graph of a forward that passes what it receives and what it returns through methods of the module.
 
     The graph mirrors the signature of ``forward`` where fx can write it. fx cannot splat, so a forward with ``*args``,
@@ -28,8 +33,9 @@ def seal(forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[s
         forward: the function to keep, ``self`` first.
         inputs: methods that what is received passes through, in order.
         outputs: methods that the value passes through, in order.
+        whole: mirror any signature whole, for inputs of which one is chosen.
     """
-    names = _plain_parameters(forward)
+    names = () if whole else _plain_parameters(forward)
     if names and (not inputs or len(names) == 2):
         return _mirror(names, forward, inputs, outputs)
     return _splat(inputs, outputs)
@@ -40,7 +46,22 @@ def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     code = getattr(forward, "__code__", None)
     if code is None or code.co_kwonlyargcount or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
         return ()
-    return code.co_varnames[: code.co_argcount]
+    names = code.co_varnames[: code.co_argcount]
+    return () if "self" in names[1:] else names  # fx calls the first one self
+
+
+def positional(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters that may be given by position, ``self`` left out."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in signature(forward).parameters.values() if p.kind in kinds)[1:]
+
+
+def signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """The signature of a function; ``(*args, **kwargs)`` where it has none, as many builtins."""
+    try:
+        return inspect.signature(forward)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args, **kwargs: None)
 
 
 def is_mirrored(graph: torch.fx.Graph) -> bool:
@@ -62,7 +83,10 @@ def _mirror(
     ]
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
+    before = graph.call_method(COUNT_CHANGES, (module, *received)) if inputs else None
     value = graph.call_method(KEPT, (module, *received))
+    if inputs:
+        graph.call_method(REFUSE_CHANGES, (module, *received, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     graph.output(value, annotations.get("return"))
@@ -75,7 +99,10 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
     for method in inputs:
         received = graph.call_method(method, (module, received))
+    before = graph.call_method(COUNT_CHANGES, (module, received)) if inputs else None
     value = graph.call_function(call_kept, (module, received))
+    if inputs:
+        graph.call_method(REFUSE_CHANGES, (module, received, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     graph.output(value)
@@ -103,7 +130,7 @@ def define(graph: torch.fx.Graph, like: Callable[..., Any]) -> Callable[..., Any
     function.__doc__ = like.__doc__
     function.__module__ = getattr(like, "__module__", function.__module__)
     function.__qualname__ = getattr(like, "__qualname__", "forward")
-    function.__signature__ = inspect.signature(like)
+    function.__signature__ = signature(like)
     return function
 
 

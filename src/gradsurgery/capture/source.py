@@ -1,7 +1,7 @@
 """One Python function: its source found, parsed, and compiled again after an edit.
 
-Only the code changes. Globals, closure cells, defaults, annotations and attributes are the very objects of the original,
-so zero-argument ``super()``, patched globals and everything else that the function reaches stay live.
+Only the code changes. Globals, closure cells, defaults, annotations and attributes are the very objects of the
+original, so zero-argument ``super()``, patched globals and everything else that the function reaches stay live.
 """
 
 import __future__
@@ -125,9 +125,7 @@ def unwrap(function: Any) -> tuple[list[Function], Function]:
 def rebuild(wrappers: list[Function], old: Function, new: Function) -> Function:
     """The same wrappers around another function: the closure cell that held the old one holds the new one."""
     for wrapper in reversed(wrappers):
-        closure = tuple(
-            types.CellType(new) if _holds(cell, old) else cell for cell in wrapper.__closure__ or ()
-        )
+        closure = tuple(types.CellType(new) if _holds(cell, old) else cell for cell in wrapper.__closure__ or ())
         made = Function(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, closure)
         made.__kwdefaults__ = wrapper.__kwdefaults__
         dress(made, wrapper, wrapper.__qualname__.rpartition(".")[0], new.__name__)

@@ -1,0 +1,146 @@
+"""After the cut and before it: undo, list what is there, look at a graph, switch everything off for a while."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from . import address as grammar
+from . import listing
+from .address import Where
+from .edit import withdraw
+from .errors import AddressError
+from .example import Example, read_example
+from .graft import without
+from .graph_module import NodePlace
+from .place import Place
+from .resolve import At, resolve
+from .surgery import expect_places
+from .tables import Operation, Site, Table
+from .wrappers import bare
+
+__all__ = ["disabled", "graph", "operations", "remove", "sites"]
+
+M = TypeVar("M", bound=nn.Module)
+Row = tuple[str, nn.Module, Place]
+
+
+def remove(model: M, at: At | None = None) -> M:
+    """Undo: give back the class, the code and the behaviour that a place, or the whole model, had before.
+
+        gs.remove(model, "layer3")
+        gs.remove(model)
+
+    Args:
+        model: the operated model, also through its wrapper.
+        at: the places, as in :func:`insert`; both sides of a module. None is every place.
+
+    Raises:
+        AddressError: where nothing was inserted.
+    """
+    root = bare(model)
+    there = list(listing.places_of(root))
+    gone = there if at is None else _at(root, there, at)
+    if not gone:
+        inserted = ", ".join(dict.fromkeys(repr(operation.address) for operation in operations(model)))
+        raise AddressError(
+            f"nothing was inserted {'in this model' if at is None else f'at {at!r}'}, so nothing can be removed. "
+            + (f"There are operators at {inserted}." if inserted else "gs.operations(model) lists what is there.")
+        )
+    withdraw([(module, place) for _, module, place in gone])
+    return model
+
+
+def operations(model: nn.Module) -> Table[Operation]:
+    """What was inserted where, in the order of the model: a list that prints as a table.
+
+        gs.operations(model)[0].operator.lambd = 0.3
+
+    A shared module is listed under each of its names.
+
+    Args:
+        model: the operated model, also through its wrapper.
+    """
+    root = bare(model)
+    return Table(Operation, listing.operations_of(root))
+
+
+def sites(model: nn.Module, pattern: str = "**", example: Example = None) -> Table[Site]:
+    """Every address of a model that can be operated on: a list that prints as a table.
+
+        gs.sites(model)                                 # every module
+        gs.sites(model, "layer3.*")                     # the children of one
+        gs.sites(model, "layer3.0:*", example=x)        # the ops in its forward, with their shapes
+
+    Args:
+        model: any model that :func:`insert` takes.
+        pattern: a glob over addresses.
+        example: inputs to run the model on once, as in :func:`insert`; only what runs is listed then.
+
+    Raises:
+        CaptureError: where the ops of a forward cannot be listed.
+    """
+    root = bare(model)
+    asked = grammar.parse(pattern)
+    if isinstance(root, torch.fx.GraphModule):
+        return Table(Site, listing.graph_sites(root, asked))
+    rows = listing.op_sites if asked.where.kind == "op" else listing.module_sites
+    return Table(Site, rows(root, asked, read_example(example)))
+
+
+@contextlib.contextmanager
+def disabled(model: nn.Module) -> Iterator[None]:
+    """Context manager in which the model computes and differentiates as if it had never been operated on.
+
+        with gs.disabled(model):
+            plain = model(x)
+
+    Not for models that another thread is using: what is switched is the class of the modules.
+
+    Args:
+        model: the operated model, also through its wrapper.
+    """
+    modules = list(bare(model).modules())
+    nodes = [module for module in modules if isinstance(module, NodePlace) and module.active]
+    with without(modules):
+        try:
+            for node in nodes:
+                node.active = False
+            yield
+        finally:
+            for node in nodes:
+                node.active = True
+
+
+def graph(model: nn.Module, at: At) -> torch.fx.Graph:
+    """The graph of the forward that owns a place, as it stands now, to read.
+
+        print(gs.graph(model, "layer3.0:add"))
+
+    Args:
+        model: the operated model, also through its wrapper.
+        at: one place, as in :func:`insert`.
+
+    Raises:
+        AddressError: where ``at`` does not name exactly one place.
+        CaptureError: where fx cannot trace the forward that owns an op.
+    """
+    targets = resolve(bare(model), at)
+    expect_places(targets, 1, at)
+    return listing.graph_of(targets[0])
+
+
+def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
+    named = {_key(target.key) for target in resolve(root, at)}
+    with contextlib.suppress(AddressError):  # an op, which has no input side
+        named |= {_key(target.key) for target in resolve(root, at, "input")}
+    return [row for row in there if _key((id(row[1]), row[2].inner, row[2].where)) in named]
+
+
+def _key(key: tuple[int, str, Where]) -> tuple[int, str, Where]:
+    """An op that is called once has two addresses, with and without ``@0``."""
+    where = key[2]
+    return *key[:2], dataclasses.replace(where, call=where.call or 0, source=(where.source[0], where.source[1] or 0))
