@@ -35,6 +35,8 @@ LARGEST = 300e6  # parameters; a family whose smallest model is larger does not 
 class _Keep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        if any(stride == 0 and size > 1 for size, stride in zip(x.size(), x.stride(), strict=True)):
+            return x.clone()  # an expanded tensor cannot be written to
         y = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
         return y.copy_(x)
 
