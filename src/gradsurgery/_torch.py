@@ -3,22 +3,25 @@
 A name that is missing in another version of torch gets the safe answer, which each function states.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
     "is_checkpointed",
     "is_fsdp2",
+    "is_in_reverse",
     "is_observed",
     "is_overlay",
     "is_transformed",
     "pytree_node",
+    "replaced_parameters",
     "saved_tensors_hooks",
     "wrapped_attribute",
 ]
@@ -43,6 +46,24 @@ def is_transformed() -> bool:
     active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
     level: int = getattr(forward_ad, "_current_level", 0)
     return level >= 0 or active is None or active()
+
+
+def is_in_reverse() -> bool:
+    """Whether every active transform differentiates in reverse or maps over a batch, and nothing records single ops.
+
+    The safe answer is no.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing() or _is_proxied():
+        return False
+    if getattr(forward_ad, "_current_level", 0) >= 0:
+        return False
+    try:
+        from torch._C import _functorch
+
+        stack = _functorch.get_interpreter_stack() or []
+        return all(level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Vmap) for level in stack)
+    except (AttributeError, ImportError):
+        return False
 
 
 def _is_proxied() -> bool:
@@ -70,6 +91,18 @@ def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         return None
     children, context = node.flatten_fn(value)
     return list(children), lambda others: node.unflatten_fn(others, context)
+
+
+def replaced_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[Any] | None:
+    """Context manager in which a module has these tensors for parameters, also while ``torch.jit.trace`` records.
+
+    None is the safe answer: ``torch.func.functional_call``, which is public, does not run under a trace.
+    """
+    try:
+        from torch.nn.utils.stateless import _reparametrize_module
+    except ImportError:
+        return None
+    return _reparametrize_module(module, tensors, tie_weights=True)
 
 
 def saved_tensors_hooks() -> Any:

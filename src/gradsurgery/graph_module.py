@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from . import address as grammar
 from .address import Address, Where
-from .errors import AddressError, CaptureError, closest
+from .errors import AddressError, CaptureError, OperatorError, closest
 from .place import Place, Target
 from .wrappers import HOLDER
 
@@ -36,10 +36,22 @@ class NodePlace(nn.Module):
         self.strict = strict
         self.active = True
 
-    def forward(self, value):  # type: ignore[no-untyped-def]  # fx, export and TorchScript read no annotations here
-        if not self.active or not (self.strict or isinstance(value, torch.Tensor)):
-            return value
-        return self.place.run(self, value)
+    # Without annotations, so that fx, export and TorchScript each take the value for what it is.
+    def forward(self, value):  # type: ignore[no-untyped-def]
+        if torch.jit.is_scripting():
+            return self.operator(value) if self.active else value
+        else:  # TorchScript leaves the other branch out only of an if that has one
+            if not self.active or not (self.strict or isinstance(value, torch.Tensor)):
+                return value
+            return self.place.run(self, value)
+
+    def __prepare_scriptable__(self) -> "NodePlace":
+        if self.place.where.element:
+            raise OperatorError(
+                f"torch.jit.script was asked for the operator at {self.place.where.text(self.place.inner)!r}, which "
+                "takes one element of a value; in TorchScript it would take them all. Trace the model instead."
+            )
+        return self
 
     def extra_repr(self) -> str:
         return repr(self.place.where.text(self.place.inner))

@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> Outcome:
 
 
 def plain_name(name: str) -> str:
-    for prefix in ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "base_model.", "model."):
+    for prefix in ("_checkpoint_wrapped_module.", "_orig_mod.", "module.", "model."):
         name = name.replace(prefix, "")
     return name
 

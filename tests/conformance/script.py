@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .compilers import _Scaled
 from .nets import ByHand, Patient
@@ -117,8 +117,7 @@ def settable(patient: Patient, x: Tensor) -> Outcome:
     if attribute is None:
         raise NotApplicable("there is no coefficient")
     model = torch.jit.script(patient.operated())
-    holders = [(m, name) for m in model.modules() for name in _coefficients(m, attribute)]
-    (holder, name) = holders[0]
+    (holder, name), *_ = [(m, n) for m in model.modules() for n in (attribute, f"_gs_0_{attribute}") if hasattr(m, n)]
     before = getattr(holder, name)
     hand = patient.by_hand()
     assert isinstance(hand, ByHand)
@@ -131,16 +130,24 @@ def settable(patient: Patient, x: Tensor) -> Outcome:
     return step(model, x)
 
 
-def _coefficients(module: nn.Module, attribute: str) -> list[str]:
-    return [name for name in dir(module) if name == attribute or name.endswith(f"_{attribute}")]
-
-
-@tool(SCRIPT, "script, frozen in eval")
-def frozen(patient: Patient, x: Tensor) -> Outcome:
-    # Freezing makes constants of the parameters: the input alone still has a gradient.
-    found = step(torch.jit.freeze(torch.jit.script(patient.operated().eval())), x)
+def _input_alone(patient: Patient, x: Tensor) -> Outcome:
+    """Freezing makes constants of the parameters: the input alone still has a gradient."""
     right = eager(patient, x)
-    return {**right, "output": found["output"], "x": found["x"]}
+    return {"output": right["output"], "x": right["x"]}
+
+
+def _frozen(convert: Callable[[Patient, Tensor], Any]) -> Callable[[Patient, Tensor], Outcome]:
+    def run(patient: Patient, x: Tensor) -> Outcome:
+        model = torch.jit.freeze(convert(patient, x).eval())
+        for _ in range(3):
+            found = step(model, x)
+        return found
+
+    return run
+
+
+tool(SCRIPT, "script, frozen in eval", right=_input_alone)(_frozen(_script))
+tool(SCRIPT, "trace, frozen in eval", right=_input_alone)(_frozen(_trace))
 
 
 @tool(SCRIPT, "script of a trace of fx")

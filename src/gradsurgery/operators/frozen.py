@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._torch import is_checkpointed, is_observed, saved_tensors_hooks
+from .._torch import is_checkpointed, is_observed, replaced_parameters, saved_tensors_hooks
 from ..errors import OperatorError
 from .coefficient import name_of
 from .values import map_tensors
@@ -65,7 +65,12 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
     caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
     # Each parameter once, under its first name: functional_call follows the ties.
     frozen = {name: p.detach() for name, p in caller.named_parameters()}
-    if torch.jit.is_tracing() or any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules()):
+    scripted = any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules())
+    swapped = replaced_parameters(caller, frozen) if torch.jit.is_tracing() and not scripted else None
+    if swapped is not None:
+        with swapped:
+            return fn(x)
+    if scripted or torch.jit.is_tracing():
         raise OperatorError(
             f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
             f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
