@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradsurgery as gs
 
-from .nets import ByHand, Patient
+from .nets import Patient
 from .outcome import NotApplicable, Outcome, assert_right, step, whole
-from .tools import eager, tool
+from .tools import tool
 
 DISTRIBUTED = "Distributed"
 
@@ -56,6 +56,8 @@ class Pair:
         for kind, value in answers:
             if kind == "not applicable":
                 raise NotApplicable(value)
+            if kind == "wrong":
+                raise AssertionError(value)
             if kind == "error":
                 raise RuntimeError(value)
         return {f"rank {rank}": value for rank, (_, value) in enumerate(answers)}
@@ -82,6 +84,8 @@ def _serve(rank: int, port: int, pipe: Any) -> None:
             answer = ("found", {name: _plain(value) for name, value in found.items()})
         except NotApplicable as reason:
             answer = ("not applicable", str(reason))
+        except AssertionError as error:
+            answer = ("wrong", str(error))
         except Exception as error:
             answer = ("error", f"{type(error).__name__}: {error}")
         pipe.send(answer)
@@ -149,7 +153,8 @@ def ddp(patient: Patient, x: Tensor) -> Outcome:
 
 @wrapped("DDP")
 def ddp_plain(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    if patient.operator in ("StopGradient", "StraightThrough", "FrozenTransform", "DetachedTransform"):
+        raise NotApplicable("some parameters get no gradient, for which DDP asks for find_unused_parameters=True")
     model = _ddp(patient.operated())
     step(model, x)
     return step(model, x)
@@ -293,16 +298,17 @@ tool(DISTRIBUTED, "DTensor, tensor parallel", right=_same_on_both, cost="dear")(
 # --- replicas of DataParallel, which torch makes on devices that a CPU machine lacks -------------------------------------
 
 
-def _replica(model: nn.Module, into: dict[str, Tensor]) -> nn.Module:
+def _replica(model: nn.Module) -> nn.Module:
     """As ``torch.nn.parallel.replicate``: shallow copies, whose parameters are copies that autograd knows."""
     made = {module: module._replicate_for_data_parallel() for module in model.modules()}
     for module, replica in made.items():
+        replica._former_parameters = {}  # type: ignore[assignment]
         for name, child in module._modules.items():
             replica._modules[name] = None if child is None else made[child]
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 copied = parameter * 1
-                setattr(replica, name, copied)
+                replica.__dict__[name] = copied
                 replica._former_parameters[name] = copied  # type: ignore[index]
     return made[model]
 
@@ -312,9 +318,7 @@ def replicas(patient: Patient, x: Tensor) -> Outcome:
     model = patient.operated()
 
     def run(x: Tensor) -> Tensor:
-        return torch.cat([_replica(model, {})(part) for part in x.split(1)])
+        return torch.cat([_replica(model)(part) for part in x.split(1)])
 
     return step(run, x, model)
 
-
-__all__ = ["ByHand", "eager"]

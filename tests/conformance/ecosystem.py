@@ -1,6 +1,7 @@
 """Parametrisations, pruning, quantisation, adapters, and trainers."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
-import gradsurgery as gs
-
 from .nets import Patient, linear
 from .outcome import NAMES, NotApplicable, NotRun, Outcome, step
-from .tools import Handwritten, eager, tool
+from .tools import eager, tool
 
 ECOSYSTEM = "Ecosystem"
 
@@ -67,19 +66,12 @@ def unparametrised(patient: Patient, x: Tensor) -> Outcome:
     return step(model, x)
 
 
-@tool(ECOSYSTEM, "weight_norm")
+@tool(ECOSYSTEM, "weight_norm", right=None)
 def weight_norm(patient: Patient, x: Tensor) -> Outcome:
     model = patient.operated()
-    layers = _layers(model)
-    for _, layer in layers:
+    for _, layer in _layers(model):
         torch.nn.utils.parametrizations.weight_norm(layer)
-    found = step(model, x)
-    # The norm of one number is its sign: all of the gradient is that of the magnitude.
-    return {
-        name.replace("parametrizations.weight.original0", "weight"): value.sign() * value.abs() if value is not None else None
-        for name, value in found.items()
-        if "original1" not in name
-    } if False else {"output": found["output"], "x": found["x"]}
+    return step(model, x)
 
 
 def _pruned(model: nn.Module) -> nn.Module:
@@ -119,10 +111,8 @@ class Lora(nn.Module):
 
 @tool(ECOSYSTEM, "adapter beside an untouched layer", right=None)
 def adapter(patient: Patient, x: Tensor) -> Outcome:
-    model: Any = patient.operated()
-    model.seq[0] = Lora(model.seq[0])
-    if isinstance(model, torch.fx.GraphModule):
-        model.recompile()
+    model = patient.operated()
+    model.set_submodule("seq.0", Lora(model.get_submodule("seq.0")))
     found = step(model, x)
     return {name.replace(".base_layer", ""): value for name, value in found.items()}
 
@@ -163,8 +153,8 @@ class Int8(nn.Module):
 
 @tool(ECOSYSTEM, "weight-only int8 around the place", right=None)
 def int8(patient: Patient, x: Tensor) -> Outcome:
-    model: Any = patient.operated()
-    model.seq[0] = Int8(model.seq[0])
+    model = patient.operated()
+    model.set_submodule("seq.0", Int8(model.get_submodule("seq.0")))  # type: ignore[arg-type]
     return step(model, x)
 
 
@@ -180,7 +170,8 @@ def torchao_int8(patient: Patient, x: Tensor) -> Outcome:
     out = model(x)
     if out.requires_grad:
         out.square().sum().backward()
-    return {"output": out.detach(), "x": x.grad}
+    # The scale of int8 is no power of two.
+    return {"about output": out.detach(), "about x": x.grad}
 
 
 @tool(ECOSYSTEM, "torch.ao quantize_dynamic around the place", right=None)
@@ -234,7 +225,11 @@ def accelerate_hooks(patient: Patient, x: Tensor) -> Outcome:
     return found
 
 
-@tool(ECOSYSTEM, "LightningModule", cost="dear")
+def _without_input(patient: Patient, x: Tensor) -> Outcome:
+    return {name: value for name, value in eager(patient, x).items() if name != "x"}
+
+
+@tool(ECOSYSTEM, "LightningModule", right=_without_input, cost="dear")
 def lightning_module(patient: Patient, x: Tensor) -> Outcome:
     try:
         import lightning
@@ -246,8 +241,8 @@ def lightning_module(patient: Patient, x: Tensor) -> Outcome:
             super().__init__()
             self.model = patient.operated()
 
-        def training_step(self, batch: Tensor, index: int) -> Tensor:
-            found["output"] = out = self.model(batch)
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            found["output"] = out = self.model(batch[0])
             return out.square().sum()
 
         def on_after_backward(self) -> None:
@@ -259,12 +254,14 @@ def lightning_module(patient: Patient, x: Tensor) -> Outcome:
     if patient.place == "root" and patient.operator in ("StopGradient", "DetachedTransform"):
         raise NotApplicable("the loss has no gradient to begin with")
     found: Outcome = {}
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=None))
-    return found
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=2))
+    return {name: value.detach() if isinstance(value, Tensor) else value for name, value in found.items()}
+
 
 
 @tool(ECOSYSTEM, "clip_grad_norm_ and AdamW", right=None)
@@ -279,5 +276,3 @@ def clipped(patient: Patient, x: Tensor) -> Outcome:
     optimizer.step()
     return {"norm": norm.detach(), **{n: p.detach() for n, p in model.named_parameters() if "fn." not in n}}
 
-
-__all__ = ["Handwritten", "eager", "gs"]

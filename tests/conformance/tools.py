@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+import gradsurgery as gs
+
 from .nets import Patient
 from .outcome import NotApplicable, NotRun, Outcome, assert_right, rows, step
 
@@ -94,6 +96,10 @@ def judge(cell: Cell) -> Verdict:
         return Verdict("not applicable", str(reason))
     except NotRun as reason:
         return Verdict("not run", str(reason))
+    except gs.SurgeryError as error:
+        return Verdict("refused", f"{type(error).__name__}: {error}")
+    except AssertionError as error:
+        return Verdict("wrong", str(error))
     except Exception as error:  # whatever a tool of torch raises is loud, and the table of refusals knows it
         return Verdict("refused", f"{type(error).__name__}: {error}")
     right = one.right(patient, rows())
