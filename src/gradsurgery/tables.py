@@ -19,7 +19,7 @@ class Operation:
 
     Attributes:
         address: where, as :func:`gradsurgery.remove` takes it.
-        side: ``"output"`` or ``"input"`` of the module, or ``"op"``.
+        side: ``"output"`` or ``"input"`` of the module, ``"op"`` or ``"edge"``.
         operator: the module that does it.
         runs: eager forwards through it since it was inserted; compiled code does not count.
     """
