@@ -84,6 +84,7 @@ def test_ops(network: Network, kind: str, bare: bool, with_example: bool, data: 
     body = network.inner if owner else network.root
     at = body.address(index, owner, bare)
     options = {"example": torch.randn(3, WIDTH)} if with_example else {}
+
     def mark(where: str, i: int, _line: Line) -> str | None:
         return "output" if (where, i) == (owner, index) else None
 
