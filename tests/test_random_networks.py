@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradsurgery as gs
 
-from .networks import WIDTH, Line, Network, networks
+from networks import WIDTH, Line, Network, networks
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 

@@ -175,8 +175,18 @@ class _Quiet(nn.Module):
 
 def _extended(base: Any, body: dict[str, Any]) -> type[nn.Module]:
     metaclass: Any = type(base)
-    listens = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
-    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if listens else (base,), body)
+    hooks = [vars(cls)["__init_subclass__"] for cls in base.__mro__[:-1] if "__init_subclass__" in vars(cls)]
+    silenced = bool(hooks) and not any(map(_makes_forwards, hooks))
+    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if silenced else (base,), body)
+
+
+def _makes_forwards(hook: Any) -> bool:
+    """Whether an ``__init_subclass__`` has to do with ``forward``, so that it must see that of the generated class too.
+
+    The layers of transformers are wrapped so, and only the outermost wrapper does their activation checkpointing.
+    """
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return code is None or "forward" in (*code.co_names, *code.co_consts)
 
 
 def _carried(module: nn.Module) -> tuple[Graft, dict[str, nn.Module]]:
