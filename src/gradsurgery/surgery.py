@@ -176,7 +176,7 @@ def _operate(
     if side not in ("output", "input"):
         raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
     operator = make()
-    _check_operator(operator, model)
+    check_operator(operator, model)
     targets = resolve(root, at, side, ops_on(root, arguments))
     expect_places(targets, expect, at)
     if not inplace:
@@ -198,7 +198,8 @@ def _operate(
     return model
 
 
-def _check_operator(operator: Any, model: nn.Module) -> None:
+def check_operator(operator: Any, model: nn.Module) -> None:
+    """Refuse what is no module, and state that a wrapper would not train."""
     if not isinstance(operator, nn.Module):
         hint = f" (call it: {operator.__name__}(...))" if isinstance(operator, type) else ""
         raise OperatorError(
