@@ -50,6 +50,9 @@ def _key_in(value: Any, key: int | str) -> Any:
     """The key as this kind of value takes it: not negative, and a name where a mapping is indexed by position."""
     names: list[Any]
     if isinstance(value, tuple | list):
+        fields = getattr(value, "_fields", ())
+        if key in fields:  # of a namedtuple
+            key = fields.index(key)
         names = list(range(len(value)))
     elif isinstance(value, dict):
         names = list(value)

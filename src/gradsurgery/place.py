@@ -107,12 +107,15 @@ class Place:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
         if self.where.kind in ("op", "edge") and not holds_tensor(value):
             return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
-        call = self._call(module)
-        if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
-            return call(value)
-        if self.where.element:
-            return replace_element(value, self.where.element, lambda part: self._each(call, part))
-        return self._each(call, value)
+        call, element = self._call(module), self.where.element
+        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
+            result = call(value)
+        elif element:
+            result = replace_element(value, element, lambda part: self._each(module, call, part))
+        else:
+            result = self._each(module, call, value)
+        self._count()
+        return result
 
     def run_received(
         self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
@@ -123,7 +126,9 @@ class Place:
         """
         call = self._call(module)
         if not self.where.element:
-            return self._each(call, received)
+            result = self._each(module, call, received)
+            self._count()
+            return result
         key, rest = self.where.element[0], self.where.element[1:]
         args, kwargs = received
         if isinstance(key, str) and key not in kwargs and key in names and names.index(key) < len(args):
@@ -131,16 +136,20 @@ class Place:
         elif isinstance(key, int) and len(args) <= key < len(names) and names[key] in kwargs:
             key = names[key]
         path: Element = (0 if isinstance(key, int) else 1, key, *rest)
-        return replace_element(received, path, lambda part: self._each(call, part))
+        result = replace_element(received, path, lambda part: self._each(module, call, part))
+        self._count()
+        return result
 
-    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+    def _count(self) -> None:
         if not torch.compiler.is_compiling():
             self.runs += 1
+
+    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
         operator = self.operator(module)
         # forward, not __call__: a tracer would look for an operator that is no child of anything.
         return operator.forward if self.child is None else operator
 
-    def _each(self, call: Callable[[Any], Any], value: Any) -> Any:
+    def _each(self, module: nn.Module, call: Callable[[Any], Any], value: Any) -> Any:
         operated = 0
 
         def one(tensor: Any) -> Any:
@@ -152,14 +161,15 @@ class Place:
 
         result = map_tensors(one, value)
         if not operated:
-            raise OperatorError(self._nothing_floating(value))
+            raise OperatorError(self._nothing_floating(module, value))
         return result
 
-    def _nothing_floating(self, value: Any) -> str:
+    def _nothing_floating(self, module: nn.Module, value: Any) -> str:
         what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
         return (
-            f"the {self.where.kind} {self.where.text('')!r} was to be operated on, but it is {what}, which holds no "
-            "floating-point or complex tensor and so has no gradient. Choose a place that does."
+            f"the {self.where.kind} {self.where.text('')!r} of this {type(module).__name__} was to be operated on, but "
+            f"it is {what}, which holds no floating-point or complex tensor and so has no gradient. "
+            "Choose a place that does."
         )
 
 

@@ -28,6 +28,7 @@ class Operation:
     """
 
     titles: ClassVar = ("address", "side", "operator", "runs")
+    __slots__ = ("_module", "_place", "address", "head", "side")  # operation.lambd = 1 would do nothing in silence
 
     def __init__(self, address: str, module: nn.Module, place: Place) -> None:
         self.address = address
@@ -48,7 +49,7 @@ class Operation:
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows."""
-        runs = str(self.runs) if self.runs else "0 (has not run yet)"
+        runs = str(self.runs) if self.runs else "0 (no eager run yet)"
         operator = one_line(self.operator)
         if self.head is not None:
             operator = f"{operator} -> {self.head!r}" if not isinstance(self.operator, Tap) else f"-> {self.head!r}"
