@@ -70,7 +70,7 @@ def test_checkpointing_switched_on_after_the_insertion() -> None:
 
 @pytest.mark.parametrize("mode", ["on", "reentrant"])
 def test_an_operated_block_is_still_checkpointed(mode: str) -> None:
-    """transformers wraps the forward of each class of layers, and only the outermost wrapper checkpoints."""
+    """The forward of each class of layers is wrapped, and only the outermost wrapper checkpoints."""
     model = set_checkpointing(BY_NAME["LlamaForCausalLM"].build(), mode).train()
     gs.insert_grl(model, "model.layers.2")
     calls = []
