@@ -136,31 +136,16 @@ def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
     if list(before.state_dict()) != list(after.state_dict()):
         faults.append("state_dict keys")
     for kind in ("named_parameters", "named_buffers", "named_modules"):
-        if [name for name, _ in getattr(before, kind)()] != [name for name, _ in getattr(after, kind)()]:
-            faults.append(kind)
+        names = [[name for name, _ in getattr(model, kind)()] for model in (before, after)]
+        faults += [kind] if names[0] != names[1] else []
     if repr(before) != repr(after):
         faults.append("repr")
     for (name, one), (_, other) in zip(before.named_modules(), after.named_modules(), strict=False):
         kind = type(one)
-        if not isinstance(other, kind):
-            faults.append(f"isinstance of {name!r}")
-        if (type(other).__name__, type(other).__qualname__, type(other).__module__) != (
-            kind.__name__,
-            kind.__qualname__,
-            kind.__module__,
-        ):
-            faults.append(f"class name of {name!r}")
-        lost = [
-            m
-            for m in dir(kind)
-            if m != "forward"
-            and callable(getattr(kind, m))
-            and not m.startswith("__")
-            and getattr(type(other), m, None) is not getattr(kind, m)
-            and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)
-        ]
-        if lost:
-            faults.append(f"methods {lost[:3]} of {name!r}")
+        faults += [] if isinstance(other, kind) else [f"isinstance of {name!r}"]
+        shown = [(cls.__name__, cls.__qualname__, cls.__module__) for cls in (type(other), kind)]
+        faults += [f"class name of {name!r}"] if shown[0] != shown[1] else []
+        faults += [f"methods {lost[:3]} of {name!r}"] if (lost := _lost_methods(kind, type(other))) else []
     for model in (after, before):
         source = before if model is after else after
         try:
@@ -169,3 +154,14 @@ def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
         except RuntimeError as error:
             faults.append(f"strict load: {str(error)[:80]}")
     return faults
+
+
+def _lost_methods(kind: type, operated: type) -> list[str]:
+    """The methods of a class, ``forward`` left out, that another does not have as they are."""
+
+    def function(cls: type, name: str) -> object:
+        found = getattr(cls, name, None)
+        return getattr(found, "__func__", found)  # a class method is bound anew each time
+
+    methods = [name for name in dir(kind) if name != "forward" and not name.startswith("__")]
+    return [name for name in methods if function(kind, name) is not function(operated, name)]
