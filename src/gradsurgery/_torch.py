@@ -4,6 +4,7 @@ A name that is missing in another version of torch gets the safe answer, which e
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
     "is_in_reverse",
@@ -146,6 +148,23 @@ def wrapped_attribute(module: object) -> str | None:
         if (attribute := _WRAPPERS.get(cls.__name__)) is not None and cls.__module__.startswith("torch."):
             return attribute
     return None
+
+
+def is_asked_by_distributed() -> bool:
+    """Whether the caller of the generator that asks, or the one before, is code of ``torch.distributed``.
+
+    ``fully_shard`` finds the modules whose parameters it takes in by their ``children()``; there is no other sign of it.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame = sys._getframe(2)
+    for _ in range(2):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def is_fsdp2(module: nn.Module) -> bool:

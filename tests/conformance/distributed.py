@@ -132,9 +132,9 @@ def _ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def _sharded(model: nn.Module) -> nn.Module:
-    for child in model.children():
-        if any(True for _ in child.parameters()) and not isinstance(child, nn.Sequential):
-            fully_shard(child)
+    if not isinstance(model, torch.fx.GraphModule):  # a trace has dissolved the children, whose forwards never run
+        for child in (model.enc, model.plain, model.head):
+            fully_shard(child)  # type: ignore[arg-type]
     return fully_shard(model)
 
 

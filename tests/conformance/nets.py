@@ -58,10 +58,10 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.5))
+        self.weight = nn.Parameter(torch.tensor([0.5]))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * x * self.weight
+        return x * x * self.weight[0]
 
 
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
