@@ -13,6 +13,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from . import address as grammar
+from ._torch import is_overlay
 from .address import Address, Where
 from .errors import AddressError, CaptureError, OperatorError, closest
 from .place import Place, Target
@@ -149,7 +150,7 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
         for user in users:
             user.replace_input_with(value, node)
     module.graph.lint()
-    module.recompile()
+    _recompile(module)
     return place
 
 
@@ -166,7 +167,16 @@ def remove_nodes(module: GraphModule, gone: list[Place]) -> None:
         del holder._modules[name]
     if not holder._modules:
         del module._modules[HOLDER]
+    _recompile(module)
+
+
+def _recompile(module: GraphModule) -> None:
     module.recompile()
+    cls = type(module)
+    if is_overlay(cls):
+        # fx wraps a call of this class around that of the class beneath, which would call it back without end.
+        for name in {"__call__", "_wrapped_call"} & vars(cls).keys():
+            delattr(cls, name)
 
 
 def node_places(module: GraphModule) -> Iterator[NodePlace]:

@@ -45,8 +45,10 @@ def dynamic(patient: Patient, x: Tensor) -> Outcome:
     model = patient.operated()
     counter = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    step(run, x.repeat(4, 1), model)
+    before = counter.frame_count
     found = _through_sizes(run, model, patient, x)
-    assert counter.frame_count == 1, "a size compiled anew"
+    assert counter.frame_count == before, "a size compiled anew"
     return found
 
 

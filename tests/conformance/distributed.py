@@ -245,13 +245,13 @@ def fsdp_between(patient: Patient, x: Tensor) -> Outcome:
 @wrapped("FSDP2 compiled, aot_eager", cost="dear")
 def fsdp_compiled(patient: Patient, x: Tensor) -> Outcome:
     _not_root(patient)
-    model = _sharded(patient.operated())
+    model = fully_shard(patient.operated())
     return step(torch.compile(model, backend="aot_eager"), x, model)
 
 
 @wrapped("FSDP2, operated after compile", cost="dear")
 def fsdp_live(patient: Patient, x: Tensor) -> Outcome:
-    return _between(lambda model: torch.compile(_sharded(model), backend="aot_eager"), patient, x)
+    return _between(lambda model: torch.compile(fully_shard(model), backend="aot_eager"), patient, x)
 
 
 # --- tensor parallel: rows of one weight over two processes -------------------------------------------------------------
@@ -306,7 +306,9 @@ def _replica(model: nn.Module) -> nn.Module:
         for name, child in module._modules.items():
             replica._modules[name] = None if child is None else made[child]
         for name, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
                 copied = parameter * 1
                 replica.__dict__[name] = copied
                 replica._former_parameters[name] = copied  # type: ignore[index]

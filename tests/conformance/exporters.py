@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .compilers import _through_sizes
 from .nets import Patient
-from .outcome import NotRun, Outcome, step
-from .tools import tool
+from .outcome import NotApplicable, NotRun, Outcome, step
+from .tools import Handwritten, tool
 
 EXPORT = "torch.export"
 ONNX = "ONNX"
@@ -41,9 +41,10 @@ def dynamic(patient: Patient, x: Tensor) -> Outcome:
 
 @tool(EXPORT, "export, trained", right=None, cost="dear")
 def trained(patient: Patient, x: Tensor) -> Outcome:
-    model = patient.operated()
-    if type(model).__name__ != "ByHand":
-        model = _program(patient, x).module()
+    model = patient.operated().double()
+    x = x.double()
+    if not isinstance(patient, Handwritten):
+        model = torch.export.export(model, (x,)).module()
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-12)
     for _ in range(2):
         step(model, x)
@@ -66,6 +67,8 @@ def decomposed(patient: Patient, x: Tensor) -> Outcome:
 
 @tool(EXPORT, "export, unflatten", cost="dear")
 def unflattened(patient: Patient, x: Tensor) -> Outcome:
+    if patient.place == "GraphModule":
+        raise NotApplicable("torch cannot unflatten the program of an untouched GraphModule either")
     return step(torch.export.unflatten(_program(patient, x)), x)
 
 

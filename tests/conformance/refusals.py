@@ -46,6 +46,13 @@ REFUSALS = [
         ["MapGradient"],
     ),
     Refusal(
+        r"export, run_decompositions",
+        "Decomposed graphs are for inference: torch makes nothing of a detach there, and an error of the write that "
+        "every operator keeps beside it. Train the program before decomposing it.",
+        "derivative for aten::copy is not implemented",
+        [operator for operator in OPERATORS if operator != "MapGradient"],
+    ),
+    Refusal(
         r"func\.(jvp|jacfwd|hessian|linearize)|forward-mode AD",
         "A function of the gradient says nothing of tangents that are pushed forward.",
         "OperatorError: map_gradient",
@@ -83,6 +90,14 @@ REFUSALS = [
         "call fn.requires_grad_(False) before scripting.",
         "OperatorError: torch.jit.script was asked for FrozenTransform",
         ["FrozenTransform"],
+    ),
+    Refusal(
+        r"DataParallel replicas, imitated",
+        "A replica holds copies that autograd knows in place of its parameters, and frozen_transform refuses whatever "
+        "gradient it cannot keep from them; use DistributedDataParallel.",
+        "OperatorError: frozen_transform",
+        ["FrozenTransform"],
+        [place for place in PLACES if place != "GraphModule"],
     ),
     Refusal(
         r"nested, strided",
