@@ -53,7 +53,7 @@ def lost_places(root: nn.Module) -> Iterator[tuple[str, Place, str]]:
         if LEDGER not in holder.__dict__:
             continue
         there: dict[str, Counter[object]] = {}
-        found = {path: module for path, module in walk(holder)}
+        found = dict(walk(holder))
         for path, place, operator in _entries(holder):
             if path not in there:
                 there[path] = Counter(_live(found.get(path)))
