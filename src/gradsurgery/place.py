@@ -11,6 +11,7 @@ from .address import Element, Where
 from .elements import replace_element
 from .errors import OperatorError
 from .operators.values import map_tensors
+from .passed_by import refuse_dropped, refuse_other_forward
 
 __all__ = ["Graft", "Place", "Target"]
 
@@ -80,6 +81,11 @@ class Place:
     def run(self, module: nn.Module, value: Any) -> Any:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
         call = self._call(module)
+        if self.where.kind == "output" and getattr(module, "inplace", False) is True:
+            return refuse_dropped(module, value, self._operated(call, value))
+        return self._operated(call, value)
+
+    def _operated(self, call: Callable[[Any], Any], value: Any) -> Any:
         if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
             return call(value)
         if self.where.element:
@@ -106,6 +112,7 @@ class Place:
         return replace_element(received, path, lambda part: self._each(call, part))
 
     def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        refuse_other_forward(module)
         if not torch.compiler.is_compiling():
             self.runs += 1
         operator = self.operator(module)
