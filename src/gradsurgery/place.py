@@ -73,6 +73,13 @@ class Place:
             return self._operator
         return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
 
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        """Put another operator in the place of the one that is there."""
+        if self.child is None:
+            self._operator = operator
+        else:
+            module._modules[self.child] = operator
+
     def with_operator(self, operator: nn.Module | None) -> "Place":
         """The same place with another operator object, not yet run."""
         return Place(self.where, operator, self.child, self.hops, self.inner)
