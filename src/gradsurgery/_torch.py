@@ -125,7 +125,7 @@ def without_wrappers(name: str) -> str:
 
 
 def in_backward() -> bool:
-    """Whether a backward is running on this thread; the safe answer is no, which only counts a recomputation as a call."""
+    """Whether a backward is running on this thread; the safe answer is no: a recomputation then counts as a call."""
     graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
     return graph_task is not None and graph_task() != -1
 

@@ -12,7 +12,7 @@ from .effects import products, rows_of
 from .errors import AddressError, OperatorError
 from .measure import Bench, Loss, Step
 from .progress import Progress
-from .report import Audit, Check
+from .report import Audit, Check, Inserted
 from .review import disabled
 from .stand_in import Held, factor_set, held_places, runs_kept
 from .tables import one_line
@@ -78,7 +78,7 @@ class Measured:
             own,
             [name for name, p in self.bench.parameters.items() if not p.requires_grad],
         )
-        operators = [(held.address, one_line(held.operator)) for held in self.places]
+        operators = [Inserted(h.address, h.place.where.kind, one_line(h.operator)) for h in self.places]
         losses = (self.operated.loss, self.plain.loss)
         return Audit(rows, operators, self.forward_identical, losses, self._notes(), checks or [])
 
@@ -155,7 +155,9 @@ def _refuse_untrained(bench: Bench, plain: Step) -> None:
     if any(gradient is not None for gradient in plain.gradients.values()):
         return
     learning = sum(p.requires_grad for p in bench.parameters.values())
-    there = f"none of the {learning} parameters that require grad" if learning else "no parameter requires grad, so none"
+    there = (
+        f"none of the {learning} parameters that require grad" if learning else "no parameter requires grad, so none"
+    )
     raise OperatorError(
         f"what reaches each parameter was asked for, but the loss depends on no parameter: {there} gets a gradient, "
         "even without the operators. Give a loss of the output that was not detached, or set requires_grad."

@@ -107,13 +107,13 @@ def difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     gaps = [0.0]
     for one, other in zip(some, others, strict=True):
         if not same_bits(one, other):
-            gaps.append(max(gap(one, other), torch.finfo(torch.float64).tiny) if one.shape == other.shape else torch.inf)
+            gaps.append(
+                max(gap(one, other), torch.finfo(torch.float64).tiny) if one.shape == other.shape else torch.inf
+            )
     return max(gaps)
 
 
-def factor_of(
-    plain: Tensor, operated: Tensor, known: Iterable[float], rounding: float
-) -> tuple[float | None, bool]:
+def factor_of(plain: Tensor, operated: Tensor, known: Iterable[float], rounding: float) -> tuple[float | None, bool]:
     """The one factor that makes a gradient of another, and whether it does so exactly; None where none does.
 
     Args:

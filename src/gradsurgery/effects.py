@@ -69,16 +69,21 @@ def rows_of(
 
 
 def _row(
-    name: str, before: Tensor | None, after: Tensor | None, rounding: Rounding, known: Sequence[float], own: bool,
+    name: str,
+    before: Tensor | None,
+    after: Tensor | None,
+    rounding: Rounding,
+    known: Sequence[float],
+    own: bool,
     trains: bool,
-) -> Row:  # fmt: skip
+) -> Row:
     factor, exact, cosine = None, False, None
-    norms = [None if one is None else float(flat(one).norm()) for one in (after, before)]
+    norm, plain = (None if one is None else float(flat(one).norm()) for one in (after, before))
     if after is None or before is None:
         effect: Effect = "added" if after is not None else "untouched"
         if after is None and (before is not None or (own and trains)):
             effect = "blocked"
-        return Row(name, effect, factor, exact, cosine, *norms, trains)
+        return Row(name, effect, factor, exact, cosine, norm, plain, trains)
     if has(before) and has(after):
         relative = MARGIN * max(rounding.relative[name], rounding.typical)
         factor, exact = factor_of(before, after, known, relative)
@@ -90,12 +95,14 @@ def _row(
         effect, factor, exact = "blocked", 0.0, True
     else:
         effect = "added" if has(after) else "zero"
-    return Row(name, effect, factor, exact, cosine, *norms, trains)
+    return Row(name, effect, factor, exact, cosine, norm, plain, trains)
 
 
 def _named(factor: float | None) -> Effect:
     if factor is None:
         return "mixed"
+    if factor == 0.0:
+        return "blocked"
     return "unchanged" if factor == 1.0 else "reversed" if factor < 0 else "scaled"
 
 
@@ -106,8 +113,8 @@ def _cosine(one: Tensor, other: Tensor) -> float | None:
 
 
 def products(factors: Iterable[float]) -> list[float]:
-    """The factors that operators in a row can come to, 1 among them."""
-    known = [1.0]
+    """The factors that operators in a row can come to, with 1 and 0."""
+    known = [1.0, 0.0]
     for factor in factors:
         known = list(dict.fromkeys([*known, *(one * factor for one in known)]))[:512]
     return known

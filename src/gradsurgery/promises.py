@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .compare import Rounding, factor_of, flat, gap, largest, same
+from .compare import Rounding, factor_of, flat, gap, has, largest, same
 from .measure import Gradients
 
 __all__ = ["Verdict", "by_formula", "by_hand"]
@@ -34,7 +34,9 @@ class Verdict:
         told = [f"{count} {what}" for count, what in parts if count]
         return ", ".join(told)
 
-    def differs(self, name: str, expected: Tensor | None, got: Tensor | None, plain: Tensor | None, bound: float) -> None:
+    def differs(
+        self, name: str, expected: Tensor | None, got: Tensor | None, plain: Tensor | None, bound: float
+    ) -> None:
         """Note a parameter whose gradient is not the promised one."""
         if got is None or expected is None:
             there, due = ("none" if one is None else f"one up to {largest(one):.3g}" for one in (got, expected))
@@ -58,7 +60,7 @@ def by_formula(plain: Gradients, stopped: Gradients, got: Gradients, factor: flo
         rest, there = stopped[name], got[name]
         if whole is None:
             _compare(verdict, name, rest, there, whole, rounding, strict=True)
-        elif rest is None:
+        elif rest is None or not has(rest):
             _compare(verdict, name, whole * factor, there, whole, rounding, strict=_is_power_of_two(factor))
         elif same(whole, rest):
             _compare(verdict, name, whole, there, whole, rounding, strict=True)

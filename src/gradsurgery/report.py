@@ -13,7 +13,7 @@ from .effects import Effect, Row
 from .errors import SurgeryError
 from .tables import columns
 
-__all__ = ["Audit", "Check", "Group", "grouped"]
+__all__ = ["Audit", "Check", "Group", "Inserted", "grouped"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,15 @@ class Check:
     promise: str
     result: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """One operator, as an audit met it: where, on which side of the module, and its text."""
+
+    address: str
+    side: str
+    operator: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Audit:
 
     Attributes:
         rows: one for each parameter, in the order in which the modules run.
-        operators: the address of each operator, and its text.
+        operators: where each operator was, and its text.
         forward_identical: whether the outputs are bit-identical; None where they could not be compared.
         loss: with the operators.
         plain_loss: without them.
@@ -93,7 +102,7 @@ class Audit:
     def __init__(
         self,
         rows: Sequence[Row],
-        operators: Sequence[tuple[str, str]],
+        operators: Sequence[Inserted],
         forward_identical: bool | None,
         losses: tuple[float, float],
         notes: Sequence[str] = (),
@@ -122,8 +131,7 @@ class Audit:
         head = ("parameters of", "count", "effect", "factor", "cosine", "norm off", "norm on")
         parts = [_table(head, [group.cells() for group in grouped(self.rows)])]
         if self.checks:
-            lines = [(c.address or "(output)", c.operator, c.promise, c.result, c.note) for c in self.checks]
-            parts.append(_table(("operator at", "operator", "promise", "result", "note"), lines))
+            parts.append(_table(("operator", "at", "promise", "result", "note"), _together(self.checks)))
         forward = {True: "bit-identical", False: "not the same", None: "not compared"}[self.forward_identical]
         said = [f"forward: {forward}; loss {self.plain_loss:.6g} without the operators, {self.loss:.6g} with them"]
         if self.blocked:
@@ -166,24 +174,45 @@ class Audit:
         return draw(self, path)
 
 
-def grouped(rows: Sequence[Row], most: float = math.inf) -> list[Group]:
+def _together(checks: Sequence[Check]) -> list[tuple[str, ...]]:
+    """Lines for the table, one for all places of which the same is to be said."""
+    said: dict[tuple[str, ...], list[Check]] = {}
+    for check in checks:
+        said.setdefault((check.operator, check.promise, check.result), []).append(check)
+    lines = []
+    for (operator, *rest), alike in said.items():
+        where = ", ".join(check.address or "(output)" for check in alike[:2])
+        more = f" and {len(alike) - 2} more" if len(alike) > 2 else ""
+        notes = {check.note for check in alike}
+        lines.append((operator, where + more, *rest, notes.pop() if len(notes) == 1 else ""))
+    return lines
+
+
+def grouped(rows: Sequence[Row], most: float = math.inf, least: int = 0) -> list[Group]:
     """Rows by the largest modules all of whose parameters share one effect and one factor.
 
     Args:
         rows: in order.
-        most: the number of groups at which modules are no longer taken apart.
+        most: the number of groups that no further level of modules may exceed.
+        least: the number of groups below which every module is taken apart.
     """
     groups = _split(Group("", tuple(rows)))
     while True:
-        apart = [_split(group) if _differs(group) else [group] for group in groups]
+        few = len(groups) < least
+        apart = [_split(group) if _differs(group) or (few and _is_deep(group)) else [group] for group in groups]
         finer = [group for parts in apart for group in parts]
-        if len(finer) > most or all(len(group.rows) == 1 or not _differs(group) for group in groups):
+        if finer == groups or len(finer) > most:
             return groups
         groups = finer
 
 
 def _differs(group: Group) -> bool:
     return len({(row.effect, row.factor) for row in group.rows if row.effect != "zero"}) > 1
+
+
+def _is_deep(group: Group) -> bool:
+    """Whether there are modules in it, and not parameters alone."""
+    return any(row.parameter.removeprefix(f"{group.name}.").count(".") for row in group.rows)
 
 
 def _split(group: Group) -> list[Group]:

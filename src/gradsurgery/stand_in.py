@@ -89,24 +89,42 @@ class _Nothing(nn.Module):
         return x
 
 
+class Log:
+    """What a stand-in has seen, in an object of its own, since attributes of modules are put back after each step.
+
+    Attributes:
+        calls: in the forward; that it runs again in a backward does not count.
+        recomputed: whether it runs again in a backward.
+        random: whether the function of its operator gives another gradient at each call.
+        cuts: what came in, and how to get the gradient that leaves there.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.recomputed = False
+        self.random = False
+        self.cuts: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
+
+
 class Counter(nn.Module):
-    """An operator, and how often it is called in a forward; that it runs again in a backward does not count."""
+    """An operator, with a log of its calls."""
 
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
         self.operator = operator
-        self.calls = 0
+        self.log = Log()
 
     def forward(self, x: Tensor) -> Any:
-        self.calls += not in_backward()
+        """Call the operator."""
+        self.log.calls += not in_backward()
         return self.operator(x)
 
 
 class Cut(nn.Module):
     """The value that an operator promises, with the graph cut there; :meth:`finish` carries the gradient across.
 
-    It is written with ``detach`` and ``backward`` alone and shares no code with the operators, so that what it gives is
-    the gradient by hand.
+    It is written with ``detach`` and ``backward`` alone and shares no backward with the operators, so that what it
+    gives is the gradient by hand.
 
     Args:
         operator: one of this package.
@@ -115,14 +133,12 @@ class Cut(nn.Module):
     def __init__(self, operator: nn.Module) -> None:
         super().__init__()
         self.operator = operator
-        self.recomputed = False
-        self.random = False
-        self.arrived = False
-        self._cuts: list[tuple[Tensor, Callable[[], Tensor | None]]] = []
+        self.log = Log()
 
     def forward(self, x: Tensor) -> Any:
+        """The promised value, cut off from what lies before."""
         if in_backward() or not torch.is_grad_enabled():
-            self.recomputed = True
+            self.log.recomputed = True
             return self.operator(x)
         if isinstance(self.operator, FrozenTransform):
             return self._through(x, self.operator.fn)
@@ -142,7 +158,7 @@ class Cut(nn.Module):
             return y
         y.requires_grad_()
         # In-place neighbours change what they are handed, and a leaf may not be changed.
-        self._cuts.append((x, lambda: self._rule(y.grad)))
+        self.log.cuts.append((x, lambda: self._rule(y.grad)))
         return _handed_on(y)
 
     def _through(self, x: Tensor, fn: Callable[[Tensor], Any]) -> Any:
@@ -164,31 +180,29 @@ class Cut(nn.Module):
 
         def pull() -> Tensor | None:
             there = [(out, y.grad) for out, y in pairs if y.grad is not None]
-            self.arrived = self.arrived or bool(there)
             if not there:
                 return None
             outs, gradients = zip(*there, strict=True)
             # Of the input alone, so that no parameter of fn gets any.
             return torch.autograd.grad(outs, inside, gradients, retain_graph=True, allow_unused=True)[0]
 
-        self._cuts.append((x, pull))
+        self.log.cuts.append((x, pull))
         return value
 
     def _rule(self, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:
             return None
-        self.arrived = True
         operator = self.operator
         if isinstance(operator, MapGradient):
             new = operator.fn(gradient.clone())
-            self.random = self.random or not same(new, operator.fn(gradient.clone()))
+            self.log.random = self.log.random or not same(new, operator.fn(gradient.clone()))
             return new
         factor = factor_set(operator)
         return gradient * factor if factor is not None else gradient if isinstance(operator, StraightThrough) else None
 
     def finish(self) -> None:
         """Carry the gradient across every cut, the last one first: what is cut earlier may lie before it."""
-        for x, pull in reversed(self._cuts):
+        for x, pull in reversed(self.log.cuts):
             gradient = pull()
             if gradient is not None and x.requires_grad:
                 x.backward(gradient, retain_graph=True)
