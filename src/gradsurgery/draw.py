@@ -1,6 +1,7 @@
 """The picture of an audit: the layers from input to output, which climb, which are blocked, which are untouched."""
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def _operators(axes: Any, audit: Audit, groups: list[Group], reach: float) -> No
     labels: dict[float, list[str]] = {}
     for operator in audit.operators:
         y = _position(operator, order, steps)
-        text = f"{operator.address or 'the output'}: {operator.operator}"
+        text = f"{operator.address or 'the output'}: {textwrap.shorten(operator.operator, 40, placeholder=' ...')}"
         labels.setdefault(round(y, 3), []).append(text)
     below = -1.0
     for y, texts in sorted(labels.items()):

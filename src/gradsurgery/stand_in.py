@@ -1,6 +1,7 @@
 """Other operators in the places of a model, for a while: each place alone, and the graph cut there by hand."""
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Held:
     operator: nn.Module
 
     def __str__(self) -> str:
-        return f"{one_line(self.operator)} at {self.address!r}"
+        return f"{textwrap.shorten(one_line(self.operator), 100, placeholder=' ...')} at {self.address!r}"
 
 
 def held_places(root: nn.Module) -> list[Held]:
