@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurgery as gs
 
-from .test_cases import ONE, gradients, linear, net
+from test_cases import ONE, gradients, linear, net
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import gradsurgery as gs
 
-from .networks import WIDTH, Line, Network, networks
+from networks import WIDTH, Line, Network, networks
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 
@@ -84,6 +84,7 @@ def test_ops(network: Network, kind: str, bare: bool, with_example: bool, data: 
     body = network.inner if owner else network.root
     at = body.address(index, owner, bare)
     options = {"example": torch.randn(3, WIDTH)} if with_example else {}
+
     def mark(where: str, i: int, _line: Line) -> str | None:
         return "output" if (where, i) == (owner, index) else None
 

@@ -10,6 +10,7 @@ Everything else about the model stays as it was: class, methods, hooks, paramete
 
 from .audit import audit
 from .errors import AddressError, CaptureError, OperatorError, SurgeryError, VerificationError
+from .heads import DomainHead, attach_head
 from .operators import (
     DetachedTransform,
     FrozenTransform,
@@ -28,6 +29,7 @@ from .operators import (
 )
 from .report import Audit
 from .review import disabled, graph, operations, remove, sites
+from .schedule import GRLScheduler
 from .surgery import insert, insert_grl, insert_scale_gradient, insert_stop_gradient, insert_transform
 from .tables import Operation, Site
 from .verify import verify
@@ -39,7 +41,9 @@ __all__ = [
     "Audit",
     "CaptureError",
     "DetachedTransform",
+    "DomainHead",
     "FrozenTransform",
+    "GRLScheduler",
     "GradientReversal",
     "MapGradient",
     "Operation",
@@ -51,6 +55,7 @@ __all__ = [
     "SurgeryError",
     "VerificationError",
     "__version__",
+    "attach_head",
     "audit",
     "detached_transform",
     "disabled",

@@ -10,7 +10,19 @@ from torch import Tensor
 from .address import Element
 from .errors import OperatorError
 
-__all__ = ["replace_element"]
+__all__ = ["element_of", "replace_element"]
+
+
+def element_of(value: Any, path: Element) -> Any:
+    """The element of a nested value at a path; the value itself where the path is empty.
+
+    Raises:
+        OperatorError: where there is no such element.
+    """
+    for name in path:
+        key = _key_in(value, name)
+        value = getattr(value, key) if _is_plain_dataclass(value) else value[key]
+    return value
 
 
 def replace_element(value: Any, path: Element, operate: Callable[[Any], Any]) -> Any:

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .address import Element, Where
+from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
 from .operators.values import map_tensors
 
-__all__ = ["Graft", "Place", "Target"]
+__all__ = ["Form", "Graft", "Place", "Target"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,19 @@ class Target:
     def address(self) -> str:
         """The address of this place."""
         return self.where.text(self.path)
+
+
+class Form(NamedTuple):
+    """What the code of a generated class depends on, for one place.
+
+    ``head`` says which head the value leaves for; ``tap`` is where a head takes it: the attributes that lead there.
+    """
+
+    where: Where
+    child: str | None
+    operator: type[nn.Module]
+    head: str = ""
+    tap: tuple[str, ...] = ()
 
 
 class Place:
@@ -80,12 +94,26 @@ class Place:
         else:
             module._modules[self.child] = operator
 
-    def with_operator(self, operator: nn.Module | None) -> "Place":
-        """The same place with another operator object, not yet run."""
-        return Place(self.where, operator, self.child, self.hops, self.inner)
+    def form(self, module: nn.Module) -> Form:
+        """What the code of a generated class depends on."""
+        return Form(self.where, self.child, type(self.operator(module)))
+
+    def live(self) -> nn.Module | None:
+        """The operator whose coefficient the module's code reads, where it is no child of the module."""
+        return self._operator
+
+    def held(self) -> list[nn.Module]:
+        """The modules that only this place holds."""
+        return [self._operator] if self._operator is not None else []
+
+    def again(self, copied: Callable[[Any], Any]) -> "Place":
+        """The same place for another model, not yet run; ``copied`` gives what stands there for what is held here."""
+        return Place(self.where, copied(self._operator), self.child, self.hops, self.inner)
 
     def run(self, module: nn.Module, value: Any) -> Any:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
+        if self.where.kind in ("op", "edge") and not holds_tensor(value):
+            return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
         call = self._call(module)
         if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
             return call(value)
@@ -160,5 +188,10 @@ class Graft:
 
     @property
     def children(self) -> frozenset[str]:
-        """The names of the children that are operators."""
+        """The names of the children that are operators or heads: the forward of the module does not meet them."""
         return frozenset(place.child for place in self.places if place.child is not None)
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """The names of the children that are operators: no part of the model, as its user sees it."""
+        return frozenset(p.child for p in self.places if p.child is not None and p.where.kind != "head")

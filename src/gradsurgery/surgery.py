@@ -49,9 +49,9 @@ def insert(
 
     Args:
         model: any ``nn.Module``, also compiled, wrapped in DDP or ``fully_shard``, or a ``torch.fx.GraphModule``.
-        at: an address such as ``"layer3"``, ``"blocks.*.attn"``, ``"layer3.0:add"``, ``"lstm[0]"``; a module type, a
-            module of the model, a compiled pattern that matches whole module paths, a predicate ``(name, module) ->
-            bool``, or a list of any of these. :func:`sites` lists the addresses of a model.
+        at: an address such as ``"layer3"``, ``"blocks.*.attn"``, ``"layer3.0:add"``, ``"lstm[0]"``,
+            ``"layer3 -> layer4"``; a module type, a module of the model, a compiled pattern that matches whole module
+            paths, a predicate ``(name, module) -> bool``, or a list of any of these. :func:`sites` lists the addresses.
         operator: one of this package, or any module that maps a tensor to a tensor. The same object serves every place.
         side: whether a module path means what the module returns, or what it receives.
         example: inputs to run the model on once, leaving no trace, to check that every place runs: a tensor, a tuple
@@ -176,7 +176,7 @@ def _operate(
     if side not in ("output", "input"):
         raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
     operator = make()
-    _check_operator(operator, model)
+    check_operator(operator, model)
     targets = resolve(root, at, side, ops_on(root, arguments))
     expect_places(targets, expect, at)
     if not inplace:
@@ -198,7 +198,8 @@ def _operate(
     return model
 
 
-def _check_operator(operator: Any, model: nn.Module) -> None:
+def check_operator(operator: Any, model: nn.Module) -> None:
+    """Refuse what is no module, and state that a wrapper would not train."""
     if not isinstance(operator, nn.Module):
         hint = f" (call it: {operator.__name__}(...))" if isinstance(operator, type) else ""
         raise OperatorError(
