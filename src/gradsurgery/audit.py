@@ -13,8 +13,7 @@ from .errors import AddressError, OperatorError
 from .measure import Bench, Loss, Step
 from .progress import Progress
 from .report import Audit, Check, Inserted
-from .review import disabled
-from .stand_in import Held, factor_set, held_places, runs_kept
+from .stand_in import Counter, Held, factor_set, held_places, replaced, runs_kept, switched_off
 from .tables import one_line
 from .wrappers import walk
 
@@ -29,6 +28,7 @@ def audit(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any)
     For each parameter: the norm of its gradient with and without the operators, the cosine between the two, the factor
     where it is one number, and one word for the effect. Random streams, buffers such as the statistics of a BatchNorm,
     the mode, and every ``.grad`` are as before at the end. Of a compiled or wrapped model, the model inside is run.
+    Heads of :func:`attach_head` run with their operators off too, so that the loss can be the same.
 
     Args:
         model: the operated model, also through its wrapper.
@@ -78,7 +78,7 @@ class Measured:
             own,
             [name for name, p in self.bench.parameters.items() if not p.requires_grad],
         )
-        operators = [Inserted(h.address, h.place.where.kind, one_line(h.operator)) for h in self.places]
+        operators = [Inserted(h.address, h.side, one_line(h.operator)) for h in self.places]
         losses = (self.operated.loss, self.plain.loss)
         return Audit(rows, operators, self.forward_identical, losses, self._notes(), checks or [])
 
@@ -140,14 +140,15 @@ def measure(
         progress.step()
         return done
 
-    with runs_kept(places):
-        with disabled(bench.root):
+    counters = {id(held.place): Counter(held.operator) for held in places}
+    with runs_kept(bench.root):
+        with switched_off(bench.root, places):
             plain = counted(bench.step)
             _refuse_untrained(bench, plain)
             shaken = [counted(lambda share=share: bench.step(share)) for share in SHARES]  # type: ignore[misc]
-        before = [held.place.runs for held in places]
-        operated = counted(bench.step)
-        idle = [held for held, runs in zip(places, before, strict=True) if held.place.runs == runs]
+        with replaced(places, dict(counters)):
+            operated = counted(bench.step)
+    idle = [held for held in places if not counters[id(held.place)].log.calls]
     return Measured(model, bench, places, plain, operated, Rounding(plain, shaken), idle)
 
 

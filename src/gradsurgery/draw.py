@@ -137,13 +137,16 @@ def _operators(axes: Any, audit: Audit, groups: list[Group], reach: float) -> No
     order = {row.parameter: k + (j + 0.5) / len(g.rows) for k, g in enumerate(groups) for j, row in enumerate(g.rows)}
     steps = {row.parameter: 0.5 / len(g.rows) for g in groups for row in g.rows}
     labels: dict[float, list[str]] = {}
+    branches: set[float] = set()
     for operator in audit.operators:
         y = _position(operator, order, steps)
         text = f"{operator.address or 'the output'}: {textwrap.shorten(operator.operator, 40, placeholder=' ...')}"
         labels.setdefault(round(y, 3), []).append(text)
+        if operator.side in ("head", "edge"):  # other ways pass it by
+            branches.add(round(y, 3))
     below = -1.0
     for y, texts in sorted(labels.items()):
-        between = abs(y - round(y)) < 1e-6
+        between = abs(y - round(y)) < 1e-6 and y not in branches
         axes.plot((-reach if between else 0.98 * reach, reach), (y - 0.5, y - 0.5), color="black", **_LINE)
         middle = max(y, below + LINE * (len(texts) + 1) / 2)
         below = middle + LINE * (len(texts) - 1) / 2

@@ -24,9 +24,21 @@ from .operators import (
 from .operators.formula import is_differentiable, private_copy
 from .operators.values import map_tensors
 from .place import Place
+from .review import disabled
 from .tables import one_line
+from .tap import HeadPlace, TapPlace
 
-__all__ = ["Counter", "Cut", "Held", "alone", "factor_set", "held_places", "keeps_value", "runs_kept"]
+__all__ = [
+    "Counter",
+    "Cut",
+    "Held",
+    "factor_set",
+    "held_places",
+    "keeps_value",
+    "replaced",
+    "runs_kept",
+    "switched_off",
+]
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,7 @@ class Held:
     """An operator at a place, under the first of its names."""
 
     address: str
+    side: str
     module: nn.Module
     place: Place
     operator: nn.Module
@@ -43,11 +56,24 @@ class Held:
 
 
 def held_places(root: nn.Module) -> list[Held]:
-    """Every place of a model once, a shared module's too."""
+    """Every operator of a model once, also where a module has two names; the operator of a head is where it runs."""
     found: dict[int, Held] = {}
     for path, module, place in places_of(root):
-        found.setdefault(id(place), Held(place.where.text(path), module, place, place.operator(module)))
+        if isinstance(place, HeadPlace):
+            if place.branch is not None:
+                found.setdefault(id(place), Held(place.tap.address, "head", module, place, place.branch))
+        elif not isinstance(place, TapPlace):
+            where = place.where
+            found.setdefault(id(place), Held(where.text(path), where.kind, module, place, place.operator(module)))
     return list(found.values())
+
+
+@contextlib.contextmanager
+def switched_off(root: nn.Module, places: list[Held]) -> Iterator[None]:
+    """Context manager in which no operator acts: the model as it was, but for its heads, which the loss may need."""
+    heads = any(isinstance(place, HeadPlace) for _, _, place in places_of(root))
+    with replaced(places, {}) if heads else disabled(root):
+        yield
 
 
 def factor_set(operator: nn.Module) -> float | None:
@@ -63,22 +89,22 @@ def keeps_value(operator: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def runs_kept(places: list[Held]) -> Iterator[None]:
+def runs_kept(root: nn.Module) -> Iterator[None]:
     """Context manager after which every place has run as often as before."""
-    runs = [held.place.runs for held in places]
+    runs = [(place, place.runs) for _, _, place in places_of(root)]
     try:
         yield
     finally:
-        for held, before in zip(places, runs, strict=True):
-            held.place.runs = before
+        for place, before in runs:
+            place.runs = before
 
 
 @contextlib.contextmanager
-def alone(places: list[Held], one: Held, stand_in: nn.Module) -> Iterator[None]:
-    """Context manager in which ``stand_in`` is at one place and nothing happens at the others."""
+def replaced(places: list[Held], stand_ins: dict[int, nn.Module]) -> Iterator[None]:
+    """Context manager in which other operators are at the places, by the ``id`` of each, and none at any other."""
     try:
         for held in places:
-            held.place.put(held.module, stand_in if held is one else _Nothing())
+            held.place.put(held.module, stand_ins.get(id(held.place)) or _Nothing())
         yield
     finally:
         for held in places:
@@ -86,6 +112,8 @@ def alone(places: list[Held], one: Held, stand_in: nn.Module) -> Iterator[None]:
 
 
 class _Nothing(nn.Module):
+    """In the place of an operator that is switched off."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x
 
@@ -136,8 +164,13 @@ class Cut(nn.Module):
         self.operator = operator
         self.log = Log()
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Any) -> Any:
         """The promised value, cut off from what lies before."""
+        return map_tensors(self._cut, x)  # what a head takes may be nested
+
+    def _cut(self, x: Tensor) -> Any:
+        if not is_differentiable(x):
+            return x
         if in_backward() or not torch.is_grad_enabled():
             self.log.recomputed = True
             return self.operator(x)

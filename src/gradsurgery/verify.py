@@ -13,7 +13,7 @@ from .operators import DetachedTransform, FrozenTransform, MapGradient, ScaleGra
 from .progress import Progress
 from .promises import Verdict, by_formula, by_hand
 from .report import Audit, Check
-from .stand_in import Counter, Cut, Held, alone, factor_set, held_places, keeps_value, runs_kept
+from .stand_in import Counter, Cut, Held, factor_set, held_places, keeps_value, replaced, runs_kept
 from .wrappers import bare
 
 __all__ = ["verify"]
@@ -61,7 +61,7 @@ def verify(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any
                 "forward. Operate on what runs; gs.sites(model, example=...) lists it."
             )
         checks: list[Check] = []
-        with runs_kept(measured.places):
+        with runs_kept(measured.bench.root):
             for held in measured.places:
                 checks += _Trial(measured, held, progress).checks()
         checks += _together(measured)
@@ -187,7 +187,7 @@ class _Trial:
             return self._step(ScaleGradient(0.0))
 
     def _step(self, stand_in: nn.Module, then: Callable[[], None] | None = None) -> Step:
-        with alone(self.measured.places, self.held, stand_in):
+        with replaced(self.measured.places, {id(self.held.place): stand_in}):
             step = self.measured.bench.step(then=then)
         self.progress.step()
         return step
