@@ -53,15 +53,28 @@ def test_a_factor_that_rounds(factor: float) -> None:
     ],
     ids=["stop", "round", "module", "frozen", "detached", "clamp", "in place"],
 )
-@pytest.mark.parametrize("at", ["first", "branch", "branch.1", ":add", ""])
+@pytest.mark.parametrize("at", ["first", "branch", "branch.1", ":add"])
 def test_every_other_operator_is_held_against_a_graph_cut_by_hand(operator: nn.Module, at: str) -> None:
-    if not at and isinstance(operator, gs.FrozenTransform | gs.StraightThrough | gs.DetachedTransform):
-        operator = gs.DetachedTransform(torch.sign)
-    elif at == "":
-        operator = gs.MapGradient(lambda g: g * 2)
     audit = gs.verify(gs.insert(seeded(Residual), at, operator), X)
     assert results(audit)[HAND] in ("exact", "within rounding")
     assert len(audit.checks) == 2
+
+
+@pytest.mark.parametrize("operator", [gs.GradientReversal(), gs.StopGradient(), gs.MapGradient(torch.sign)], ids=repr)
+def test_the_output_of_the_model_as_the_place(operator: nn.Module) -> None:
+    audit = gs.verify(gs.insert(seeded(Residual), "", operator), X)
+    assert set(results(audit).values()) == {"exact"}
+    assert len(audit.blocked) == 8 * isinstance(operator, gs.StopGradient)
+
+
+def test_the_operator_of_a_head() -> None:
+    model = gs.attach_head(seeded(Residual), "first", nn.Linear(4, 3), operator=gs.GradientReversal(0.5), name="domain")
+    audit = gs.verify(model, X, loss=lambda output: output[0].sum() + output[1]["domain"].square().sum())
+    assert [(check.address, check.operator) for check in audit.checks] == [("first", "GradientReversal")] * 2
+    assert audit.checks[1].result == "within rounding"
+    model = gs.attach_head(seeded(Residual), "first", nn.Linear(4, 3), operator=Never(), name="domain")
+    with pytest.raises(gs.VerificationError, match="s = -1"):
+        gs.verify(model, X, loss=lambda output: output[1]["domain"].square().sum())
 
 
 def test_several_operators_one_at_a_time() -> None:
