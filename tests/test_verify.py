@@ -166,6 +166,12 @@ def test_what_is_not_checked_says_so() -> None:
     model.first.requires_grad_(False)
     audit = gs.verify(gs.insert_grl(model, "first"), X)
     assert "no gradient of a parameter passes here" in audit.checks[1].note
+    model = timm.create_model("resnet18")  # its branches begin with bn2.weight = 0
+    audit = gs.verify(gs.insert_grl(model, "layer3.0.conv1"), torch.randn(2, 3, 32, 32))
+    assert audit.checks[1].result == "not checked"
+    gs.insert_grl(gs.remove(model), "layer4")
+    audit = gs.verify(model, torch.randn(2, 3, 32, 32))
+    assert audit.checks[1].note == "30 exact, 32 zero or all rounding, not told"
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

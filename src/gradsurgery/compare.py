@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .measure import Gradients, Step
+from .measure import Gradients, Step, strided
 
 __all__ = ["SHARES", "Rounding", "factor_of", "gap", "has", "largest", "same", "same_bits"]
 
@@ -25,10 +25,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are alike to the last bit, the sign of a zero and the bits of a nan included."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if one.layout is not torch.strided or one.is_nested or other.layout is not torch.strided or other.is_nested:
-        return one.layout == other.layout and same(one.to_dense(), other.to_dense()) if one.is_sparse else one is other
-    flat = [tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
-    return torch.equal(*flat)
+    rows = [strided(tensor).reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*rows)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -38,7 +36,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a tensor as one row of doubles."""
-    tensor = tensor.detach()
+    tensor = strided(tensor.detach())
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double().flatten()
 
 

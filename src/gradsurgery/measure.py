@@ -16,7 +16,7 @@ from .operators.formula import private_copy
 from .operators.values import map_tensors
 from .wrappers import bare, walk
 
-__all__ = ["Bench", "Gradients", "Loss", "Step"]
+__all__ = ["Bench", "Gradients", "Loss", "Step", "strided"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -165,7 +165,8 @@ def projection(output: Any, tensors: list[Tensor] | None) -> Tensor:
         )
     generator = torch.Generator().manual_seed(0)
     parts = []
-    for tensor in learnt:
+    for given in learnt:
+        tensor = strided(given)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         real = real if real.dtype == torch.float64 else real.float()
         weights = torch.randn(real.shape, generator=generator).to(real)
@@ -238,7 +239,14 @@ def _whole(gradient: Tensor | None) -> Tensor | None:
     gradient = gradient.detach()
     if hasattr(gradient, "full_tensor"):  # of FSDP2
         gradient = gradient.full_tensor()
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+    return strided(gradient)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The elements of a tensor of any layout in one that has strides."""
+    if tensor.is_nested:
+        return torch.cat([part.flatten() for part in tensor.unbind()])
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def _described(value: Any) -> str:

@@ -30,7 +30,11 @@ class Verdict:
     @property
     def note(self) -> str:
         """How many parameters were checked in which way."""
-        parts = [(self.exact, "exact"), (self.rounded, "within rounding"), (self.untold, "all rounding, not told")]
+        parts = [
+            (self.exact, "exact"),
+            (self.rounded, "within rounding"),
+            (self.untold, "zero or all rounding, not told"),
+        ]
         told = [f"{count} {what}" for count, what in parts if count]
         return ", ".join(told)
 
@@ -96,6 +100,9 @@ def _compare(
         return
     if due is None or there is None:
         verdict.differs(name, due, there, plain, 0.0)
+        return
+    if not has(due) and not has(there) and not has(plain):
+        verdict.untold += 1
         return
     if due.shape == there.shape and same(due, there):
         verdict.exact += 1

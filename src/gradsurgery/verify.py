@@ -127,8 +127,8 @@ class _Trial:
             verdict = by_formula(plain, stopped, there.gradients, factor, rounding)
         if verdict.wrong:
             self._refuse(promise, verdict)
-        if all(_equal(gradient, stopped[name]) for name, gradient in plain.items()):
-            return self._check(promise, "not checked", "no gradient of a parameter passes here, with or without it")
+        if not any(has(gradient) and not _equal(gradient, stopped[name]) for name, gradient in plain.items()):
+            return self._check(promise, "not checked", "no gradient of a parameter passes here, or only zero")
         return self._check(promise, verdict.result, verdict.note)
 
     def _by_hand(self, there: Step) -> list[Check]:
