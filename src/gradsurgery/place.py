@@ -87,6 +87,13 @@ class Place:
             return self._operator
         return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
 
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        """Put another operator in the place of the one that is there."""
+        if self.child is None:
+            self._operator = operator
+        else:
+            module._modules[self.child] = operator
+
     def form(self, module: nn.Module) -> Form:
         """What the code of a generated class depends on."""
         return Form(self.where, self.child, type(self.operator(module)))

@@ -135,6 +135,9 @@ class HeadPlace(Place):
     def live(self) -> nn.Module | None:
         return self.branch
 
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        self.branch = operator
+
     def held(self) -> list[nn.Module]:
         return [self.tap, *([self.branch] if self.branch is not None else [])]
 
