@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import gradsurgery as gs
 
@@ -293,16 +292,3 @@ def test_b58_nothing_is_shared_between_two_threads() -> None:
         assert torch.equal(x.grad, y.grad * -0.5)
     with pytest.raises(gs.SurgeryError, match="DataParallel"):
         gs.insert_grl(nn.DataParallel(model), "1")
-
-
-def test_a_functional_relu_that_writes_in_place() -> None:
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = linear(2.0), linear(3.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(F.relu(self.first(x), inplace=True))
-
-    for at in ("first", ":relu"):
-        assert gradients(gs.insert_grl(Functional(), at, lambd=0.5)) == [-1.5, 2.0]

@@ -269,3 +269,16 @@ def test_b51_inside_a_transformer_encoder(at: str, training: bool) -> None:
     pristine.eval(), model.eval()
     with torch.no_grad():  # the fast path of an untouched encoder does not call its layers' parts at all
         assert torch.allclose(model(torch.ones(1, 3, 8)), pristine(torch.ones(1, 3, 8)), atol=1e-6)
+
+
+def test_a_functional_relu_that_writes_in_place() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = linear(2.0), linear(3.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(F.relu(self.first(x), inplace=True))
+
+    for at in ("first", ":relu"):
+        assert gradients(gs.insert_grl(Functional(), at, lambd=0.5)) == [-1.5, 2.0]
