@@ -9,6 +9,7 @@ Everything else about the model stays as it was: class, methods, hooks, paramete
 """
 
 from .errors import AddressError, CaptureError, OperatorError, SurgeryError, VerificationError
+from .heads import DomainHead, attach_head
 from .operators import (
     DetachedTransform,
     FrozenTransform,
@@ -26,6 +27,7 @@ from .operators import (
     straight_through,
 )
 from .review import disabled, graph, operations, remove, sites
+from .schedule import GRLScheduler
 from .surgery import insert, insert_grl, insert_scale_gradient, insert_stop_gradient, insert_transform
 from .tables import Operation, Site
 
@@ -35,7 +37,9 @@ __all__ = [
     "AddressError",
     "CaptureError",
     "DetachedTransform",
+    "DomainHead",
     "FrozenTransform",
+    "GRLScheduler",
     "GradientReversal",
     "MapGradient",
     "Operation",
@@ -47,6 +51,7 @@ __all__ = [
     "SurgeryError",
     "VerificationError",
     "__version__",
+    "attach_head",
     "detached_transform",
     "disabled",
     "frozen_transform",

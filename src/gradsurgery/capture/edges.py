@@ -56,6 +56,7 @@ def received(unit: Unit, node: Any, slots: list[int], provided: dict[str, Any]) 
     elif isinstance(node, ast.UnaryOp):
         operands = [node.operand]
     else:
+        provided["_gs_slice"] = slice
         operands = [node.value, _index(node.slice)]
     name = f"_gs_{kind.__name__}"
     provided[name] = _FUNCTIONS[kind]
@@ -69,4 +70,4 @@ def _index(node: ast.expr) -> ast.expr:
     if not isinstance(node, ast.Slice):
         return node
     bounds = [bound or ast.Constant(None) for bound in (node.lower, node.upper, node.step)]
-    return ast.Call(ast.Name("slice", ast.Load()), bounds, [])
+    return ast.Call(ast.Name("_gs_slice", ast.Load()), bounds, [])

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import CaptureError
+from .versions import note_version, refuse_other_version, version
 
 ALL = -1
 """The index of an edit that holds for every call of a name."""
@@ -44,31 +44,60 @@ class Meeting:
         due = [edge for k in slots for edge, wanted in self.slots[k].takes if is_due(wanted, counts[k])]
         if not due:
             return callee(*args, **kwargs)
+        received: list[Any] = []
         copies: list[Any] = []
 
         def receive(value: Any) -> Any:
+            for one, copy in zip(received, copies, strict=True):
+                if value is one:  # a consumer may be given one value twice, and look whether it is one
+                    return copy
             new = value
             for edge in due:
-                if any(value is one for one in counts[len(self.slots) + edge]):
+                if self._is_kept(counts, edge, value):
                     counts[len(self.slots) + len(self.edges) + edge] += 1
                     new = getattr(owner, self.edges[edge][1])(new)
             if new is not value:
+                received.append(value)
                 copies.append(new)
             return new
 
         args, kwargs = _mapped(receive, args), _mapped(receive, kwargs)
-        versions = _versions(copies)
+        versions, changed = [version(copy) for copy in copies], self._changed(due[0])
+        for copy in copies:
+            note_version(copy, changed)
         value = callee(*args, **kwargs)
-        if copies and (_says_in_place(callee, kwargs) or versions != _versions(copies)):
-            raise CaptureError(self._changed(due[0]))
+        for copy in copies:
+            refuse_other_version(copy, changed, changed)
+        if copies and (_says_in_place(callee, kwargs) or versions != [version(copy) for copy in copies]):
+            raise CaptureError(changed)
         return value
+
+    def keep(self, counts: list[Any], edge: int, value: Any) -> None:
+        """Remember a value, and its elements, as what an edge comes from."""
+        for one in (value, *_parts(value)):
+            counts[len(self.slots) + edge].append((one, version(one)))
+            note_version(one, f"edge {edge}")
+
+    def _is_kept(self, counts: list[Any], edge: int, value: Any) -> bool:
+        """Whether a value is what an edge comes from: the very one, and not changed in place since."""
+        if any(value is one and version(value) == before for one, before in counts[len(self.slots) + edge]):
+            asked = f"asked for the edge '{self.edges[edge][0]}' of {self.forward} in compiled code; "
+            refuse_other_version(
+                value,
+                f"edge {edge}",
+                asked + "between the two the value is changed in place, so the second receives another one.",
+                asked + "between the two the graph breaks, so whether the value is changed in place cannot be told. "
+                "Take the graph break out, or operate on the output of the first.",
+            )
+            return True
+        return False
 
     def meet_augmented(
         self, owner: nn.Module, counts: list[Any], slots: tuple[int, ...], changed: Any, received: Any
     ) -> Any:
         """The right side of ``x += y``: ``x`` is changed in place, so no edge may lead to it."""
         for edge in (edge for k in slots for edge, wanted in self.slots[k].takes if is_due(wanted, counts[k])):
-            if any(changed is one for one in counts[len(self.slots) + edge]):
+            if any(changed is one for one, _ in counts[len(self.slots) + edge]):
                 raise CaptureError(self._changed(edge))
         return self.meet(owner, counts, slots, lambda same: same, received)
 
@@ -113,11 +142,9 @@ def _says_in_place(callee: Any, kwargs: dict[str, Any]) -> bool:
     return getattr(callee, "inplace", False) is True or kwargs.get("inplace") is True
 
 
-def _versions(values: list[Any]) -> list[int]:
-    """How often each tensor was changed in place, where torch counts it."""
-    if torch.compiler.is_compiling():
-        return []
-    return [value._version for value in values if isinstance(value, torch.Tensor) and not value.is_inference()]
+def _parts(value: Any) -> list[Any]:
+    """The elements of a value that a consumer may be given one by one."""
+    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, tuple | list) else []
 
 
 def _mapped(receive: Callable[[Any], Any], received: Any) -> Any:

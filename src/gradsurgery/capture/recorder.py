@@ -67,7 +67,7 @@ class Recorder:
     call_dropped = call
 
     def note(self, events: list[Event], site: Site, name: str | None, value: Any) -> None:
-        if name is not None and _counts(value):
+        if name is not None and holds_tensor(value):
             is_tensor = isinstance(value, torch.Tensor)
             events.append((site, name, *((tuple(value.shape), value.dtype) if is_tensor else (None, None))))
 
@@ -84,34 +84,6 @@ class Recorder:
 
     def carried(self, events: list[Event]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return lambda function: functools.wraps(function)(self.carry(function, events))
-
-
-def _counts(value: Any) -> bool:
-    if isinstance(value, torch.fx.Proxy):
-        return not _is_number(value.node)
-    if isinstance(value, tuple | list):
-        return any(_counts(item) for item in value)
-    if isinstance(value, dict):
-        return any(_counts(item) for item in value.values())
-    return holds_tensor(value)
-
-
-_NUMBER_OPS = ("size", "dim", "numel", "stride", "item", "tolist", "ndimension", "storage_offset")
-
-
-def _is_number(node: torch.fx.Node) -> bool:
-    """Whether a traced value is a number: a shape, or what was computed from numbers alone."""
-    if node.op == "call_method":
-        return node.target in _NUMBER_OPS
-    if node.op != "call_function":
-        return False
-    name = getattr(node.target, "__name__", "")
-    if name == "getattr":
-        return node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda", "layout")
-    # Only what Python's operators make of numbers are numbers: ``torch.zeros(h, w)`` is made of them too.
-    inputs = node.all_input_nodes
-    module = getattr(node.target, "__module__", "")
-    return module in ("_operator", "math", "builtins") and bool(inputs) and all(map(_is_number, inputs))
 
 
 def numbered(events: Iterable[Event], uncertain: Collection[Site] = ()) -> list[Op]:

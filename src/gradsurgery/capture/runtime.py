@@ -21,9 +21,14 @@ _backward_id: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor or a container that holds one: what makes an expression count as an op."""
+    """Whether a value is a tensor or a container that holds one: what makes an expression count as an op.
+
+    What torch.fx has in the place of a tensor while it traces counts as well, or a trace would lose the operators.
+    """
     if isinstance(value, torch.Tensor):
         return True
+    if isinstance(value, torch.fx.Proxy):
+        return not _is_number(value.node)
     if isinstance(value, tuple | list):
         return any(holds_tensor(item) for item in value)
     if isinstance(value, dict):
@@ -31,6 +36,24 @@ def holds_tensor(value: Any) -> bool:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return any(holds_tensor(getattr(value, field.name)) for field in dataclasses.fields(value))
     return False
+
+
+_NUMBER_OPS = ("size", "dim", "numel", "stride", "item", "tolist", "ndimension", "storage_offset")
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    """Whether a traced value is a number: a shape, or what was computed from numbers alone."""
+    if node.op == "call_method":
+        return node.target in _NUMBER_OPS
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    if name == "getattr":
+        return node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda", "layout")
+    # Only what Python's operators make of numbers are numbers: ``torch.zeros(h, w)`` is made of them too.
+    inputs = node.all_input_nodes
+    module = getattr(node.target, "__module__", "")
+    return module in ("_operator", "math", "builtins") and bool(inputs) and all(map(_is_number, inputs))
 
 
 def child_at(owner: nn.Module, path: str) -> nn.Module | None:
@@ -52,11 +75,6 @@ def name_of(owner: nn.Module, callee: Any, site: Site) -> str | None:
         return site.tail
     name = getattr(callee, "__name__", None)
     return (site.prefix or name) if name and not isinstance(callee, type) else None
-
-
-def _parts(value: Any) -> list[Any]:
-    """The elements of a value that a consumer may be given one by one."""
-    return list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, tuple | list) else []
 
 
 def _mode(owner: nn.Module) -> str:
@@ -99,7 +117,7 @@ class Plan(Meeting):
                 value = getattr(owner, method)(value)
         for edge, wanted in self.slots[slot].keeps:
             if is_due(wanted, index):
-                counts[len(self.slots) + edge] += [value, *_parts(value)]
+                self.keep(counts, edge, value)
         return value
 
     def drop(self, owner: nn.Module, counts: list[Any], slot: int, value: Any) -> Any:
@@ -172,7 +190,8 @@ class Plan(Meeting):
                 if whole and not taken:
                     raise CaptureError(
                         f"asked for the edge '{asked}' of {self.forward}; in this call the second never received the "
-                        "value of the first, or not as it is (a value that was computed from it is another one). "
+                        "value of the first, or not as it is (a value computed from it, or changed in place since, is "
+                        "another one). "
                         "Name the op that makes what it receives: gs.sites lists the ops of a forward."
                     )
         return value
