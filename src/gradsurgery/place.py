@@ -12,6 +12,7 @@ from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
 from .operators.values import map_tensors
+from .passed_by import refuse_dropped, refuse_other_forward
 
 __all__ = ["Form", "Graft", "Place", "Target"]
 
@@ -112,6 +113,7 @@ class Place:
 
     def run(self, module: nn.Module, value: Any) -> Any:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
+<<<<<<< HEAD
         if self.where.kind in ("op", "edge") and not holds_tensor(value):
             return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
         call, element = self._call(module), self.where.element
@@ -123,6 +125,19 @@ class Place:
             result = self._each(module, call, value)
         self._count()
         return result
+=======
+        call = self._call(module)
+        if self.where.kind == "output" and getattr(module, "inplace", False) is True:
+            return refuse_dropped(module, value, self._operated(call, value))
+        return self._operated(call, value)
+
+    def _operated(self, call: Callable[[Any], Any], value: Any) -> Any:
+        if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
+            return call(value)
+        if self.where.element:
+            return replace_element(value, self.where.element, lambda part: self._each(call, part))
+        return self._each(call, value)
+>>>>>>> break
 
     def run_received(
         self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
@@ -147,7 +162,12 @@ class Place:
         self._count()
         return result
 
+<<<<<<< HEAD
     def _count(self) -> None:
+=======
+    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        refuse_other_forward(module)
+>>>>>>> break
         if not torch.compiler.is_compiling():
             self.runs += 1
 

@@ -91,14 +91,18 @@ def _mirror(
         graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
         for k, name in enumerate(names[1:], 1)
     ]
+<<<<<<< HEAD
     if heads:
         graph.call_method(ARM, (module,))
+=======
+    given = received
+>>>>>>> break
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
-    before = graph.call_method(COUNT_CHANGES, (module, *received)) if inputs else None
+    before = graph.call_method(COUNT_CHANGES, (module, *received, *given)) if inputs else None
     value = graph.call_method(KEPT, (module, *received))
     if inputs:
-        graph.call_method(REFUSE_CHANGES, (module, *received, before))
+        graph.call_method(REFUSE_CHANGES, (module, *received, *given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     if heads:
@@ -111,14 +115,18 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str], heads: bool) -> torch.
     graph = torch.fx.Graph()
     module = graph.placeholder("self")
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
+<<<<<<< HEAD
     if heads:
         graph.call_method(ARM, (module,))
+=======
+    given = received
+>>>>>>> break
     for method in inputs:
         received = graph.call_method(method, (module, received))
-    before = graph.call_method(COUNT_CHANGES, (module, received)) if inputs else None
+    before = graph.call_method(COUNT_CHANGES, (module, received, given)) if inputs else None
     value = graph.call_function(call_kept, (module, received))
     if inputs:
-        graph.call_method(REFUSE_CHANGES, (module, received, before))
+        graph.call_method(REFUSE_CHANGES, (module, received, given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     if heads:
