@@ -241,9 +241,9 @@ def page(path: pathlib.Path) -> str:
         "",
         f"Measured with Python {platform.python_version()}, torch {torch.__version__} (CPU), timm {timm.__version__}: "
         f"the smallest model of each of {len({line['family'] for line in classes})} timm families, {len(classes)} "
-        "classes of modules outside `torch.nn` (one instance each), a random op in each forward, an operator there that "
-        "changes nothing, the whole model's forward and every gradient compared bit for bit with the untouched model's in eval "
-        "and in train mode under one seed.",
+        "classes of modules outside `torch.nn` (one instance each). A random op in each forward gets an operator that "
+        "changes nothing; the whole model's forward and every gradient are compared bit for bit with the untouched "
+        "model's, in eval and in train mode under one seed.",
         "",
         "| | forwards with an op | reached | refused | wrong | ops listed | of these addressable |",
         "|---|---|---|---|---|---|---|",

@@ -113,31 +113,21 @@ class Place:
 
     def run(self, module: nn.Module, value: Any) -> Any:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
-<<<<<<< HEAD
         if self.where.kind in ("op", "edge") and not holds_tensor(value):
             return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
-        call, element = self._call(module), self.where.element
-        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
-            result = call(value)
-        elif element:
-            result = replace_element(value, element, lambda part: self._each(module, call, part))
-        else:
-            result = self._each(module, call, value)
+        result = self._operated(module, value)
+        if self.where.kind == "output" and getattr(module, "inplace", False) is True:
+            result = refuse_dropped(module, value, result)
         self._count()
         return result
-=======
-        call = self._call(module)
-        if self.where.kind == "output" and getattr(module, "inplace", False) is True:
-            return refuse_dropped(module, value, self._operated(call, value))
-        return self._operated(call, value)
 
-    def _operated(self, call: Callable[[Any], Any], value: Any) -> Any:
-        if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
+    def _operated(self, module: nn.Module, value: Any) -> Any:
+        call, element = self._call(module), self.where.element
+        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
             return call(value)
-        if self.where.element:
-            return replace_element(value, self.where.element, lambda part: self._each(call, part))
-        return self._each(call, value)
->>>>>>> break
+        if element:
+            return replace_element(value, element, lambda part: self._each(module, call, part))
+        return self._each(module, call, value)
 
     def run_received(
         self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
@@ -162,16 +152,12 @@ class Place:
         self._count()
         return result
 
-<<<<<<< HEAD
     def _count(self) -> None:
-=======
-    def _call(self, module: nn.Module) -> Callable[[Any], Any]:
-        refuse_other_forward(module)
->>>>>>> break
         if not torch.compiler.is_compiling():
             self.runs += 1
 
     def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        refuse_other_forward(module)
         operator = self.operator(module)
         # forward, not __call__: a tracer would look for an operator that is no child of anything.
         return operator.forward if self.child is None else operator

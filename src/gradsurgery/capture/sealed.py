@@ -91,12 +91,9 @@ def _mirror(
         graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
         for k, name in enumerate(names[1:], 1)
     ]
-<<<<<<< HEAD
     if heads:
         graph.call_method(ARM, (module,))
-=======
     given = received
->>>>>>> break
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
     before = graph.call_method(COUNT_CHANGES, (module, *received, *given)) if inputs else None
@@ -115,12 +112,9 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str], heads: bool) -> torch.
     graph = torch.fx.Graph()
     module = graph.placeholder("self")
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
-<<<<<<< HEAD
     if heads:
         graph.call_method(ARM, (module,))
-=======
     given = received
->>>>>>> break
     for method in inputs:
         received = graph.call_method(method, (module, received))
     before = graph.call_method(COUNT_CHANGES, (module, received, given)) if inputs else None
