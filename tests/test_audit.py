@@ -13,6 +13,7 @@ from test_cases import Codes, Domains, Skip, linear
 from torch import Tensor, nn
 
 import gradsurgery as gs
+from gradsurgery.listing import places_of
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
 
@@ -172,6 +173,13 @@ def test_a_head_runs_with_its_operator_off_too_so_that_the_loss_is_the_same() ->
     assert found["domain.weight"] == found["last.weight"] == ("unchanged", 1.0)
     assert found["first.weight"] == ("mixed", None)
     assert [(one.address, one.side) for one in audit.operators] == [("first", "head")]
+    with pytest.raises(gs.OperatorError, match="a function of exactly that"):
+        gs.audit(model, X, loss=torch.sum)
+    model.last.forward = failing
+    with pytest.raises(gs.CaptureError, match="the loss fails"):
+        gs.audit(model, X, loss=both)
+    del model.last.forward
+    assert not any(place.tap._armed for _, _, place in places_of(model))
     audit = gs.audit(model, X, loss=lambda output: output[1]["domain"].square().sum())
     assert effects(audit)["first.weight"] == ("reversed", -0.5)
     assert effects(audit)["last.weight"] == ("untouched", None)

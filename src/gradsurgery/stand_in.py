@@ -90,13 +90,15 @@ def keeps_value(operator: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def runs_kept(root: nn.Module) -> Iterator[None]:
-    """Context manager after which every place has run as often as before."""
+    """Context manager after which every place has run as often as before, and no tap holds a value."""
     runs = [(place, place.runs) for _, _, place in places_of(root)]
     try:
         yield
     finally:
         for place, before in runs:
             place.runs = before
+            if isinstance(place, HeadPlace):
+                place.tap.disarm()
 
 
 @contextlib.contextmanager
