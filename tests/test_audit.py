@@ -9,7 +9,8 @@ import pytest
 import timm
 import torch
 from core_helpers import Net, assert_untouched, seeded, snapshot
-from test_cases import Codes, Domains, Skip, linear
+from test_cases import Codes, Domains, linear
+from test_cases_stop import Skip
 from torch import Tensor, nn
 
 import gradsurgery as gs
