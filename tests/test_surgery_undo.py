@@ -271,7 +271,7 @@ def test_operations_are_live_and_print() -> None:
     gs.insert_scale_gradient(model, "head", 1.0, side="input")
     first, last = gs.operations(model)
     assert (first.address, first.side, first.runs) == ("stem", "output", 0)
-    assert "0 (has not run yet)" in str(gs.operations(model))
+    assert "0 (no eager run yet)" in str(gs.operations(model))
     for lambd in (1.0, 2.0, 0.25):
         first.operator.lambd = lambd
         assert factors(plain, model, X) == PLAIN | {"stem": -lambd}

@@ -68,6 +68,17 @@ def test_checkpointing_switched_on_after_the_insertion() -> None:
         assert got.gradient_faults(right) == []
 
 
+@pytest.mark.parametrize("mode", ["on", "reentrant"])
+def test_an_operated_block_is_still_checkpointed(mode: str) -> None:
+    """The forward of each class of layers is wrapped, and only the outermost wrapper checkpoints."""
+    model = set_checkpointing(BY_NAME["LlamaForCausalLM"].build(), mode).train()
+    gs.insert_grl(model, "model.layers.2")
+    calls = []
+    model.model.layers[2].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    step(model, BY_NAME["LlamaForCausalLM"].call(), training=True)
+    assert len(calls) == 2
+
+
 def test_undo_and_saving(tmp_path: Path) -> None:
     """``save_pretrained`` of an operated model is a plain checkpoint, and ``remove`` gives back every class."""
     case = BY_NAME["BertForSequenceClassification"]

@@ -39,7 +39,7 @@ class Where:
     ``op`` and ``call`` are where it leads to, and ``source`` is where it comes from.
     """
 
-    kind: Literal["output", "input", "op", "edge"]
+    kind: Literal["output", "input", "op", "edge", "head"]
     element: Element = ()
     op: str = ""
     call: int | None = None

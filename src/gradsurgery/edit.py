@@ -14,7 +14,7 @@ from .graph_module import insert_node, remove_nodes
 from .methods import is_plain
 from .place import Place, Target
 
-__all__ = ["Insertion", "commit", "withdraw"]
+__all__ = ["Insertion", "commit", "join", "withdraw"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ def commit(insertions: Sequence[Insertion]) -> list[tuple[nn.Module, Place]]:
         withdraw(done)
         raise
     return done
+
+
+def join(module: nn.Module, place: Place) -> list[tuple[nn.Module, Place]]:
+    """Give one module one more place."""
+    regraft(module, [*_places(module), place])
+    return [(module, place)]
 
 
 def withdraw(gone: Iterable[tuple[nn.Module, Place]]) -> None:

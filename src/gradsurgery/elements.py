@@ -10,7 +10,19 @@ from torch import Tensor
 from .address import Element
 from .errors import OperatorError
 
-__all__ = ["replace_element"]
+__all__ = ["element_of", "replace_element"]
+
+
+def element_of(value: Any, path: Element) -> Any:
+    """The element of a nested value at a path; the value itself where the path is empty.
+
+    Raises:
+        OperatorError: where there is no such element.
+    """
+    for name in path:
+        key = _key_in(value, name)
+        value = getattr(value, key) if _is_plain_dataclass(value) else value[key]
+    return value
 
 
 def replace_element(value: Any, path: Element, operate: Callable[[Any], Any]) -> Any:
@@ -38,6 +50,9 @@ def _key_in(value: Any, key: int | str) -> Any:
     """The key as this kind of value takes it: not negative, and a name where a mapping is indexed by position."""
     names: list[Any]
     if isinstance(value, tuple | list):
+        fields = getattr(value, "_fields", ())
+        if key in fields:  # of a namedtuple
+            key = fields.index(key)
         names = list(range(len(value)))
     elif isinstance(value, dict):
         names = list(value)

@@ -16,18 +16,18 @@ from .capture.rewrite import EdgeEdit, OpEdit, rewrite
 from .errors import SurgeryError
 from .hiding import hiding, refuse_walks
 from .methods import (
-    Form,
     Patch,
     as_method,
     count_changes,
-    live_names,
+    head_methods,
     method,
     methods,
     patched_forward,
     refuse_changes,
     renamed,
+    stand_ins,
 )
-from .place import Graft
+from .place import Form, Graft
 
 __all__ = ["base_of", "body_of", "dressed", "layers", "stack", "veiled"]
 
@@ -93,28 +93,32 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     ``written`` is ``base.forward`` as it is now: it is part of the key, since people assign another to the class.
     """
     patched = patched_forward(base, patch)
-    edits = tuple(_edit(where, method(k)) for k, (where, _, _) in enumerate(forms) if where.kind in ("op", "edge"))
+    edits = tuple(_edit(form.where, method(k)) for k, form in enumerate(forms) if form.where.kind in ("op", "edge"))
     body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
     copied = dict.fromkeys(["forward", *(name for name in body if not name.startswith("_gs_"))])
     functions = [(name, inspect.getattr_static(base, name, None)) for name in copied]
     kept = tuple((name, held) for name, held in functions if isinstance(held, types.FunctionType))
     forward = body.get("forward") or patched or as_method(base)
-    inputs = [method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "input"]
-    outputs = [method(k) for k, (where, _, _) in enumerate(forms) if where.kind == "output"]
-    if inputs or outputs:
-        chosen = any(where.kind == "input" and where.element for where, _, _ in forms)
-        graph = sealed.seal(forward, inputs, outputs, whole=chosen)
+    inputs = [method(k) for k, form in enumerate(forms) if form.where.kind == "input"]
+    outputs = [method(k) for k, form in enumerate(forms) if form.where.kind == "output"]
+    heads = any(form.where.kind == "head" for form in forms)
+    if inputs or outputs or heads:
+        chosen = any(form.where.kind == "input" and form.where.element for form in forms)
+        graph = sealed.seal(forward, inputs, outputs, chosen, heads)
         body = {**body, sealed.KEPT: renamed(forward, sealed.KEPT), "forward": sealed.define(graph, forward)}
         body["_gs_graph"] = graph
     elif patched is not None and not edits:
         body["forward"] = patched
     whole = bool(inputs) and not sealed.is_mirrored(body["_gs_graph"])
     for k, form in enumerate(forms):
-        body.update(methods(k, form, sealed.positional(forward) if whole else None))
+        if form.where.kind != "head":
+            body.update(methods(k, form, sealed.positional(forward) if whole else None))
+    if heads:
+        body |= head_methods(forms)
     if inputs:
         around: dict[str, Any] = {sealed.COUNT_CHANGES: count_changes, sealed.REFUSE_CHANGES: refuse_changes}
         body |= {name: renamed(function, name) for name, function in around.items()}
-    if any(child for _, child, _ in forms):
+    if any(form.child for form in forms):
         refuse_walks(base)
         body.update(hiding(base))
     becomes = getattr(base, "cls_to_become", None)
@@ -177,8 +181,18 @@ class _Quiet(nn.Module):
 
 def _extended(base: Any, body: dict[str, Any]) -> type[nn.Module]:
     metaclass: Any = type(base)
-    listens = any("__init_subclass__" in vars(cls) for cls in base.__mro__ if cls is not object)
-    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if listens else (base,), body)
+    hooks = [vars(cls)["__init_subclass__"] for cls in base.__mro__[:-1] if "__init_subclass__" in vars(cls)]
+    silenced = bool(hooks) and not any(map(_makes_forwards, hooks))
+    return _stand_in(metaclass)(base.__name__, (_Quiet, base) if silenced else (base,), body)
+
+
+def _makes_forwards(hook: Any) -> bool:
+    """Whether an ``__init_subclass__`` has to do with ``forward``, so that it must see that of the generated class too.
+
+    The layers of transformers are wrapped so, and only the outermost wrapper does their activation checkpointing.
+    """
+    code = getattr(getattr(hook, "__func__", hook), "__code__", None)
+    return code is None or "forward" in (*code.co_names, *code.co_consts)
 
 
 def _carried(module: nn.Module) -> tuple[Graft, dict[str, nn.Module]]:
@@ -192,7 +206,7 @@ def _receive(module: nn.Module, carried: tuple[Graft, dict[str, nn.Module]]) -> 
     for name, operator in operators.items():
         module._modules.setdefault(name, operator)
     module.__dict__.setdefault("_gs_graft", graft)
-    module.__dict__.update(dict.fromkeys(live_names(graft), 0.0))
+    module.__dict__.update(stand_ins(graft))
 
 
 def _edit(where: Where, method: str) -> OpEdit | EdgeEdit:

@@ -23,7 +23,7 @@ from torch import nn
 from .capture import sealed
 from .errors import SurgeryError
 from .generated import base_of, body_of, dressed, layers, stack, veiled
-from .methods import Patch, live_names
+from .methods import Patch, stand_ins
 from .place import Graft, Place
 
 __all__ = ["graft_of", "regraft", "user_class", "without"]
@@ -59,7 +59,7 @@ def regraft(module: nn.Module, places: Iterable[Place]) -> None:
         del module.__dict__[name]
     if graft.places:
         module.__dict__["_gs_graft"] = graft
-        module.__dict__.update(dict.fromkeys(live_names(graft), 0.0))
+        module.__dict__.update(stand_ins(graft))
 
 
 class without:  # noqa: N801 - a context manager, used like a function
@@ -107,7 +107,7 @@ def _refuse_wrapped(module: nn.Module) -> None:
 
 
 def _dress(module: nn.Module, graft: Graft) -> None:
-    forms = tuple((place.where, place.child, type(place.operator(module))) for place in graft.places)
+    forms = tuple(place.form(module) for place in graft.places)
     cls = dressed(type(module), forms, _patch_of(module, graft.patched))
     module.__dict__.pop("forward", None)
     object.__setattr__(module, "__class__", cls)

@@ -36,7 +36,8 @@ def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place]]:
 def operations_of(root: nn.Module) -> Iterator[Operation]:
     """The rows of :func:`gradsurgery.operations`."""
     for path, module, place in places_of(root):
-        yield Operation(place.where.text(path), module, place)
+        if place.where.kind != "head":  # the place that its value comes from is listed
+            yield Operation(place.where.text(path), module, place)
 
 
 def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:

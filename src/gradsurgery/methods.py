@@ -2,37 +2,34 @@
 
 import inspect
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Dict, Optional, Tuple  # noqa: UP035 - the forms that TorchScript reads
 
 import torch
 from torch import Tensor, nn
 
 from . import operators
-from .address import Where
 from .capture import sealed
 from .capture.code import compile_function
 from .capture.versions import note_version, refuse_other_version, version
 from .errors import OperatorError
 from .operators.values import map_tensors
-from .place import Graft
+from .place import Form, Graft
+from .tap import Tap, TapPlace, add_heads, arm
 
 __all__ = [
-    "Form",
     "Patch",
     "as_method",
     "count_changes",
+    "head_methods",
     "is_plain",
-    "live_names",
     "method",
     "methods",
     "patched_forward",
     "refuse_changes",
     "renamed",
+    "stand_ins",
 ]
-
-Form = tuple[Where, str | None, type[nn.Module]]
-"""What the code of a generated class depends on, for one place: where, the child's name, the operator's class."""
 
 Patch = str | inspect.Signature | None
 """A forward patched on the instance: the method of its class that it is, or else the signature it shows."""
@@ -61,19 +58,23 @@ class _Live:
         setattr(self._operator(module), self.coefficient, value)
 
     def _operator(self, module: nn.Module) -> nn.Module:
-        return module.__dict__["_gs_graft"].places[self.k].operator(module)
+        return module.__dict__["_gs_graft"].places[self.k].live()
 
 
-def live_names(graft: Graft) -> list[str]:
-    """The attributes under which TorchScript finds the coefficients of the places."""
-    plain = [(k, place._operator) for k, place in enumerate(graft.places) if place._operator is not None]
-    return [f"_gs_{k}_{name}" for k, operator in plain if (name := _SCRIPTED[type(operator)][0])]
+def stand_ins(graft: Graft) -> dict[str, Any]:
+    """What TorchScript has to find in a module's ``__dict__``: the names of its coefficients, and room for its taps."""
+    plain = {k: operator for k, place in enumerate(graft.places) if (operator := place.live()) is not None}
+    names = [f"_gs_{k}_{_SCRIPTED[type(o)][0]}" for k, o in plain.items() if _SCRIPTED.get(type(o), ("",))[0]]
+    taps = [place.tap.name for place in graft.places if isinstance(place, TapPlace)]
+    empty = torch.jit.Attribute(None, Optional[Tensor])  # noqa: UP045 - TorchScript reads this form
+    return {**dict.fromkeys(names, 0.0), **{f"_gs_tap_{name}": empty for name in taps}}
 
 
 _SCRIPTED: dict[type[nn.Module], tuple[str, str]] = {
     operators.GradientReversal: ("lambd", "reverse_gradient(x, self.{0})"),
     operators.ScaleGradient: ("scale", "scale_gradient(x, self.{0})"),
     operators.StopGradient: ("", "stop_gradient(x)"),
+    Tap: ("", "x"),
 }
 """The coefficient of each operator that is no child of its module, and what TorchScript compiles in its place."""
 
@@ -88,29 +89,82 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
 
     ``received`` names the positional parameters where the graph passes on all that the module receives.
     """
-    where, child, operator = form
-    body: dict[str, Any] = {}
-    if child is not None:
-        scripted = f"self.{child}(x)"
-    else:
-        coefficient, scripted = _SCRIPTED[operator]
-        scripted = scripted.format(f"_gs_{k}_{coefficient}")
-        if coefficient:
-            body[f"_gs_{k}_{coefficient}"] = _Live(k, coefficient)
+    scripted, body = _scripted(k, form)
+    keep = f"        self._gs_tap_{form.head} = x\n" if form.head else ""
     run = "run(self, x)"
-    if where.kind == "input" and received is not None:
+    if form.where.kind == "input" and received is not None:
         run = f"run_received(self, x, {received!r})"
     source = (
         f"def {method(k)}(self, x: Tensor) -> Tensor:\n"
         f"    if torch.jit.is_scripting():\n"
+        f"{keep}"
         f"        return {scripted}\n"
         f"    else:\n"
         f"        return self._gs_graft.places[{k}].{run}\n"
     )
+    body[method(k)] = _compiled(source, method(k))
+    return body | (_taking(form.head) if form.head else {})
+
+
+def _scripted(k: int, form: Form) -> tuple[str, dict[str, Any]]:
+    """What TorchScript compiles for the value ``x`` at a place, and the attributes that this reads."""
+    if form.child is not None and form.where.kind != "head":
+        return f"self.{form.child}(x)", {}
+    coefficient, expression = _SCRIPTED.get(
+        form.operator, ("", f"no_form_in_torchscript_for_{form.operator.__name__}(x)")
+    )
+    name = f"_gs_{k}_{coefficient}"
+    return expression.format(name), {name: _Live(k, coefficient)} if coefficient else {}
+
+
+_NAMES = {"torch": torch, "Tensor": Tensor, "Dict": Dict, "Tuple": Tuple, "arm": arm, "add_heads": add_heads}  # noqa: UP006
+
+
+def _compiled(source: str, name: str) -> Any:
     # Without the module's __name__: Dynamo of torch 2.13 would look for torch and Tensor in that module.
-    names = {"torch": torch, "Tensor": Tensor, **{n: v for n, v in vars(operators).items() if n != "__name__"}}
-    body[method(k)] = compile_function(source, method(k), names)
-    return body
+    public = {key: value for key, value in vars(operators).items() if key != "__name__"}
+    return compile_function(source, name, {**_NAMES, **public})
+
+
+def _taking(head: str) -> dict[str, Any]:
+    """How the root takes the value of a tap in TorchScript."""
+    name = f"_gs_take_{head}"
+    source = (
+        f"def {name}(self) -> Tensor:\n"
+        f"    x = self._gs_tap_{head}\n"
+        f"    self._gs_tap_{head} = None\n"
+        f"    if x is None:\n"
+        f"        raise RuntimeError('nothing passed the place of the head {head}')\n"
+        f"    return x\n"
+    )
+    return {name: _compiled(source, name)}
+
+
+def head_methods(forms: Sequence[Form]) -> dict[str, Any]:
+    """The methods around the forward of a root with heads."""
+    body: dict[str, Any] = {}
+    made = ""
+    for k, form in enumerate(forms):
+        if form.where.kind == "head":
+            scripted, reads = _scripted(k, form)
+            body |= reads
+            module = "self"
+            for name in form.tap:
+                module = f"getattr({module}, {name!r})"
+            # A head that runs in training only gives the forward two types, of which TorchScript knows one.
+            taken = f"{module}._gs_take_{form.head}()" if form.tap else "no_form_in_torchscript_for_training_only()"
+            made += f"        x = {taken}\n        made[{form.head!r}] = self.{form.child}({scripted})\n"
+    arming = f"def {sealed.ARM}(self) -> None:\n    if not torch.jit.is_scripting():\n        arm(self)\n"
+    adding = (
+        f"def {sealed.ADD_HEADS}(self, value: Tensor) -> Tuple[Tensor, Dict[str, Tensor]]:\n"
+        f"    if torch.jit.is_scripting():\n"
+        f"        made: Dict[str, Tensor] = {{}}\n"
+        f"{made}"
+        f"        return value, made\n"
+        f"    else:\n"
+        f"        return add_heads(self, value)\n"
+    )
+    return body | {sealed.ARM: _compiled(arming, sealed.ARM), sealed.ADD_HEADS: _compiled(adding, sealed.ADD_HEADS)}
 
 
 def count_changes(self, received: Tensor, given: Tensor) -> int:  # type: ignore[no-untyped-def]

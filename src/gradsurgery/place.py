@@ -2,18 +2,19 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .address import Element, Where
+from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
 from .operators.values import map_tensors
 from .passed_by import refuse_dropped, refuse_other_forward
 
-__all__ = ["Graft", "Place", "Target"]
+__all__ = ["Form", "Graft", "Place", "Target"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,19 @@ class Target:
     def address(self) -> str:
         """The address of this place."""
         return self.where.text(self.path)
+
+
+class Form(NamedTuple):
+    """What the code of a generated class depends on, for one place.
+
+    ``head`` says which head the value leaves for; ``tap`` is where a head takes it: the attributes that lead there.
+    """
+
+    where: Where
+    child: str | None
+    operator: type[nn.Module]
+    head: str = ""
+    tap: tuple[str, ...] = ()
 
 
 class Place:
@@ -74,23 +88,46 @@ class Place:
             return self._operator
         return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
 
-    def with_operator(self, operator: nn.Module | None) -> "Place":
-        """The same place with another operator object, not yet run."""
-        return Place(self.where, operator, self.child, self.hops, self.inner)
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        """Put another operator in the place of the one that is there."""
+        if self.child is None:
+            self._operator = operator
+        else:
+            module._modules[self.child] = operator
+
+    def form(self, module: nn.Module) -> Form:
+        """What the code of a generated class depends on."""
+        return Form(self.where, self.child, type(self.operator(module)))
+
+    def live(self) -> nn.Module | None:
+        """The operator whose coefficient the module's code reads, where it is no child of the module."""
+        return self._operator
+
+    def held(self) -> list[nn.Module]:
+        """The modules that only this place holds."""
+        return [self._operator] if self._operator is not None else []
+
+    def again(self, copied: Callable[[Any], Any]) -> "Place":
+        """The same place for another model, not yet run; ``copied`` gives what stands there for what is held here."""
+        return Place(self.where, copied(self._operator), self.child, self.hops, self.inner)
 
     def run(self, module: nn.Module, value: Any) -> Any:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
-        call = self._call(module)
+        if self.where.kind in ("op", "edge") and not holds_tensor(value):
+            return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
+        result = self._operated(module, value)
         if self.where.kind == "output" and getattr(module, "inplace", False) is True:
-            return refuse_dropped(module, value, self._operated(call, value))
-        return self._operated(call, value)
+            result = refuse_dropped(module, value, result)
+        self._count()
+        return result
 
-    def _operated(self, call: Callable[[Any], Any], value: Any) -> Any:
-        if isinstance(value, Tensor) and not self.where.element and (value.is_floating_point() or value.is_complex()):
+    def _operated(self, module: nn.Module, value: Any) -> Any:
+        call, element = self._call(module), self.where.element
+        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
             return call(value)
-        if self.where.element:
-            return replace_element(value, self.where.element, lambda part: self._each(call, part))
-        return self._each(call, value)
+        if element:
+            return replace_element(value, element, lambda part: self._each(module, call, part))
+        return self._each(module, call, value)
 
     def run_received(
         self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
@@ -101,7 +138,9 @@ class Place:
         """
         call = self._call(module)
         if not self.where.element:
-            return self._each(call, received)
+            result = self._each(module, call, received)
+            self._count()
+            return result
         key, rest = self.where.element[0], self.where.element[1:]
         args, kwargs = received
         if isinstance(key, str) and key not in kwargs and key in names and names.index(key) < len(args):
@@ -109,17 +148,21 @@ class Place:
         elif isinstance(key, int) and len(args) <= key < len(names) and names[key] in kwargs:
             key = names[key]
         path: Element = (0 if isinstance(key, int) else 1, key, *rest)
-        return replace_element(received, path, lambda part: self._each(call, part))
+        result = replace_element(received, path, lambda part: self._each(module, call, part))
+        self._count()
+        return result
+
+    def _count(self) -> None:
+        if not torch.compiler.is_compiling():
+            self.runs += 1
 
     def _call(self, module: nn.Module) -> Callable[[Any], Any]:
         refuse_other_forward(module)
-        if not torch.compiler.is_compiling():
-            self.runs += 1
         operator = self.operator(module)
         # forward, not __call__: a tracer would look for an operator that is no child of anything.
         return operator.forward if self.child is None else operator
 
-    def _each(self, call: Callable[[Any], Any], value: Any) -> Any:
+    def _each(self, module: nn.Module, call: Callable[[Any], Any], value: Any) -> Any:
         operated = 0
 
         def one(tensor: Any) -> Any:
@@ -131,14 +174,15 @@ class Place:
 
         result = map_tensors(one, value)
         if not operated:
-            raise OperatorError(self._nothing_floating(value))
+            raise OperatorError(self._nothing_floating(module, value))
         return result
 
-    def _nothing_floating(self, value: Any) -> str:
+    def _nothing_floating(self, module: nn.Module, value: Any) -> str:
         what = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.60}"
         return (
-            f"the {self.where.kind} {self.where.text('')!r} was to be operated on, but it is {what}, which holds no "
-            "floating-point or complex tensor and so has no gradient. Choose a place that does."
+            f"the {self.where.kind} {self.where.text('')!r} of this {type(module).__name__} was to be operated on, but "
+            f"it is {what}, which holds no floating-point or complex tensor and so has no gradient. "
+            "Choose a place that does."
         )
 
 
@@ -160,5 +204,10 @@ class Graft:
 
     @property
     def children(self) -> frozenset[str]:
-        """The names of the children that are operators."""
+        """The names of the children that are operators or heads: the forward of the module does not meet them."""
         return frozenset(place.child for place in self.places if place.child is not None)
+
+    @property
+    def operators(self) -> frozenset[str]:
+        """The names of the children that are operators: no part of the model, as its user sees it."""
+        return frozenset(p.child for p in self.places if p.child is not None and p.where.kind != "head")

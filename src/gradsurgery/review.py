@@ -20,6 +20,7 @@ from .place import Place
 from .resolve import At, resolve
 from .surgery import expect_places
 from .tables import Operation, Site, Table
+from .tap import HeadPlace, TapPlace
 from .wrappers import bare
 
 __all__ = ["disabled", "graph", "operations", "remove", "sites"]
@@ -43,13 +44,17 @@ def remove(model: M, at: At | None = None) -> M:
     """
     root = bare(model)
     there = list(listing.places_of(root))
-    gone = there if at is None else _at(root, there, at)
+    gone = list(there) if at is None else _at(root, there, at)
     if not gone:
         inserted = ", ".join(dict.fromkeys(repr(operation.address) for operation in operations(model)))
         raise AddressError(
             f"nothing was inserted {'in this model' if at is None else f'at {at!r}'}, so nothing can be removed. "
             + (f"There are operators at {inserted}." if inserted else "gs.operations(model) lists what is there.")
         )
+    taps = {place.tap for _, _, place in gone if isinstance(place, HeadPlace | TapPlace)}
+    gone += [
+        row for row in there if isinstance(row[2], HeadPlace | TapPlace) and row[2].tap in taps and row not in gone
+    ]
     withdraw([(module, place) for _, module, place in gone])
     return model
 

@@ -51,9 +51,9 @@ def insert(
 
     Args:
         model: any ``nn.Module``, also compiled, wrapped in DDP or ``fully_shard``, or a ``torch.fx.GraphModule``.
-        at: an address such as ``"layer3"``, ``"blocks.*.attn"``, ``"layer3.0:add"``, ``"lstm[0]"``; a module type, a
-            module of the model, a compiled pattern that matches whole module paths, a predicate ``(name, module) ->
-            bool``, or a list of any of these. :func:`sites` lists the addresses of a model.
+        at: an address such as ``"layer3"``, ``"blocks.*.attn"``, ``"layer3.0:add"``, ``"lstm[0]"``,
+            ``"layer3 -> layer4"``; a module type, a module of the model, a compiled pattern that matches whole module
+            paths, a predicate ``(name, module) -> bool``, or a list of any of these. :func:`sites` lists the addresses.
         operator: one of this package, or any module that maps a tensor to a tensor. The same object serves every place.
         side: whether a module path means what the module returns, or what it receives.
         example: inputs to run the model on once, leaving no trace, to check that every place runs: a tensor, a tuple
@@ -73,7 +73,16 @@ def insert(
     return _operate(model, at, lambda: operator, side, example, expect, inplace)
 
 
-def insert_grl(model: M, at: At, lambd: float = 1.0, **options: Any) -> M:
+def insert_grl(
+    model: M,
+    at: At,
+    lambd: float = 1.0,
+    *,
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
+) -> M:
     """Reverse the gradient at a place: what lies before it climbs the loss that what lies after it descends.
 
         gs.insert_grl(model, "layer3")
@@ -86,17 +95,29 @@ def insert_grl(model: M, at: At, lambd: float = 1.0, **options: Any) -> M:
         model: as in :func:`insert`.
         at: as in :func:`insert`.
         lambd: the strength, finite and not negative; set it later through ``operations(model)[0].operator.lambd``.
-        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+        side: as in :func:`insert`.
+        example: as in :func:`insert`.
+        expect: as in :func:`insert`.
+        inplace: as in :func:`insert`.
 
     Raises:
         OperatorError: where ``lambd`` is negative, not finite or not a number.
         SurgeryError: as in :func:`insert`.
     """
     GradientReversal(lambd)  # a wrong strength is the first thing to hear about
-    return _operate(model, at, lambda: GradientReversal(lambd), **options)
+    return _operate(model, at, lambda: GradientReversal(lambd), side, example, expect, inplace)
 
 
-def insert_scale_gradient(model: M, at: At, scale: float, **options: Any) -> M:
+def insert_scale_gradient(
+    model: M,
+    at: At,
+    scale: float,
+    *,
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
+) -> M:
     """Multiply the gradient at a place by any finite number, and leave the forward as it is.
 
         gs.insert_scale_gradient(model, "backbone", 0.1)
@@ -106,17 +127,28 @@ def insert_scale_gradient(model: M, at: At, scale: float, **options: Any) -> M:
         at: as in :func:`insert`.
         scale: the factor. 0 gives gradients of zero, on which weight decay and momentum still act; for none at all
             see :func:`insert_stop_gradient`.
-        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+        side: as in :func:`insert`.
+        example: as in :func:`insert`.
+        expect: as in :func:`insert`.
+        inplace: as in :func:`insert`.
 
     Raises:
         OperatorError: where ``scale`` is not finite or not a number.
         SurgeryError: as in :func:`insert`.
     """
     ScaleGradient(scale)
-    return _operate(model, at, lambda: ScaleGradient(scale), **options)
+    return _operate(model, at, lambda: ScaleGradient(scale), side, example, expect, inplace)
 
 
-def insert_stop_gradient(model: M, at: At, **options: Any) -> M:
+def insert_stop_gradient(
+    model: M,
+    at: At,
+    *,
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
+) -> M:
     """Stop the gradient at a place: parameters before it that reach the loss only through it get ``grad`` None.
 
         gs.insert_stop_gradient(model, "layer2")
@@ -124,12 +156,15 @@ def insert_stop_gradient(model: M, at: At, **options: Any) -> M:
     Args:
         model: as in :func:`insert`.
         at: as in :func:`insert`.
-        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+        side: as in :func:`insert`.
+        example: as in :func:`insert`.
+        expect: as in :func:`insert`.
+        inplace: as in :func:`insert`.
 
     Raises:
         SurgeryError: as in :func:`insert`.
     """
-    return _operate(model, at, StopGradient, **options)
+    return _operate(model, at, StopGradient, side, example, expect, inplace)
 
 
 def insert_transform(
@@ -137,7 +172,11 @@ def insert_transform(
     at: At,
     fn: Callable[[torch.Tensor], torch.Tensor],
     backward: Literal["straight_through", "frozen", "none"] = "straight_through",
-    **options: Any,
+    *,
+    side: Side = "output",
+    example: Example = None,
+    expect: int | None = None,
+    inplace: bool = True,
 ) -> M:
     """Replace the value at a place by ``fn`` of it, with a backward of your choice.
 
@@ -152,7 +191,10 @@ def insert_transform(
         backward: ``"straight_through"`` passes the gradient on as if ``fn`` were the identity (Bengio et al. 2013,
             https://arxiv.org/abs/1308.3432), and ``fn`` must keep the shape; ``"frozen"`` differentiates ``fn`` with
             respect to its input only; ``"none"`` cuts the gradient.
-        **options: ``side``, ``example``, ``expect`` and ``inplace``, as in :func:`insert`.
+        side: as in :func:`insert`.
+        example: as in :func:`insert`.
+        expect: as in :func:`insert`.
+        inplace: as in :func:`insert`.
 
     Raises:
         OperatorError: where ``fn`` cannot be called, or at the forward where it breaks its promise.
@@ -162,7 +204,7 @@ def insert_transform(
     if backward not in kinds:
         raise SurgeryError(f"backward={backward!r} was asked for. It is one of {', '.join(map(repr, kinds))}.")
     operator = kinds[backward](fn)
-    return _operate(model, at, lambda: operator, **options)
+    return _operate(model, at, lambda: operator, side, example, expect, inplace)
 
 
 def _operate(
@@ -178,7 +220,7 @@ def _operate(
     if side not in ("output", "input"):
         raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
     operator = make()
-    _check_operator(operator, model)
+    check_operator(operator, model)
     targets = resolve(root, at, side, ops_on(root, arguments))
     expect_places(targets, expect, at)
     _refuse_fused(root, targets, operator)
@@ -201,7 +243,8 @@ def _operate(
     return model
 
 
-def _check_operator(operator: Any, model: nn.Module) -> None:
+def check_operator(operator: Any, model: nn.Module) -> None:
+    """Refuse what is no module, and state that a wrapper would not train."""
     if not isinstance(operator, nn.Module):
         hint = f" (call it: {operator.__name__}(...))" if isinstance(operator, type) else ""
         raise OperatorError(
@@ -220,6 +263,8 @@ def _check_operator(operator: Any, model: nn.Module) -> None:
 
 def expect_places(targets: list[Target], expect: int | None, at: At) -> None:
     """Refuse another number of places than was expected."""
+    if expect is not None and (isinstance(expect, bool) or not isinstance(expect, int)):
+        raise SurgeryError(f"expect={expect!r} was asked for. It is a number of places, an int.")
     if expect is not None and len(targets) != expect:
         there = ", ".join(repr(target.address) for target in targets[:8]) + (", ..." if len(targets) > 8 else "")
         raise AddressError(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .place import Place
+from .tap import Tap, TapPlace
 
 __all__ = ["Operation", "Site", "Table", "columns"]
 
@@ -19,16 +20,20 @@ class Operation:
 
     Attributes:
         address: where, as :func:`gradsurgery.remove` takes it.
-        side: ``"output"`` or ``"input"`` of the module, or ``"op"``.
+        side: ``"output"`` or ``"input"`` of the module, ``"op"``, ``"edge"``, or ``"head"`` where a value leaves for
+            one.
+        head: the name of that head, or None.
         operator: the module that does it.
         runs: eager forwards through it since it was inserted; compiled code does not count.
     """
 
-    head: ClassVar = ("address", "side", "operator", "runs")
+    titles: ClassVar = ("address", "side", "operator", "runs")
+    __slots__ = ("_module", "_place", "address", "head", "side")  # operation.lambd = 1 would do nothing in silence
 
     def __init__(self, address: str, module: nn.Module, place: Place) -> None:
         self.address = address
-        self.side = place.where.kind
+        self.side = "head" if isinstance(place, TapPlace) else place.where.kind
+        self.head = place.tap.name if isinstance(place, TapPlace) else None
         self._module = module
         self._place = place
 
@@ -44,11 +49,14 @@ class Operation:
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows."""
-        runs = str(self.runs) if self.runs else "0 (has not run yet)"
-        return repr(self.address), self.side, one_line(self.operator), runs
+        runs = str(self.runs) if self.runs else "0 (no eager run yet)"
+        operator = one_line(self.operator)
+        if self.head is not None:
+            operator = f"{operator} -> {self.head!r}" if not isinstance(self.operator, Tap) else f"-> {self.head!r}"
+        return repr(self.address), self.side, operator, runs
 
     def __repr__(self) -> str:
-        return f"Operation({', '.join(f'{n}={c}' for n, c in zip(self.head, self.cells(), strict=True))})"
+        return f"Operation({', '.join(f'{n}={c}' for n, c in zip(self.titles, self.cells(), strict=True))})"
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class Site:
     dtype: torch.dtype | None = None
     source: str = ""
 
-    head: ClassVar = ("address", "kind", "op", "shape", "dtype", "source")
+    titles: ClassVar = ("address", "kind", "op", "shape", "dtype", "source")
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows."""
@@ -89,7 +97,7 @@ class Table(list[Row], Generic[Row]):
 
     def __init__(self, kind: type[Row], rows: Iterable[Row] = ()) -> None:
         super().__init__(rows)
-        self._head: tuple[str, ...] = kind.head
+        self._head: tuple[str, ...] = kind.titles
 
     def __repr__(self) -> str:
         return columns(self._head, [row.cells() for row in self])

@@ -90,8 +90,8 @@ def _find(value: Any, copies: dict[int, Any]) -> None:
         _register(value, copies)
     elif isinstance(value, Graft):
         for place in value.places:
-            if place.child is None:
-                _register(place._operator, copies)  # type: ignore[arg-type]
+            for held in place.held():
+                _register(held, copies)
     elif isinstance(value, dict):
         for item in value.values():
             _find(item, copies)
@@ -105,13 +105,10 @@ def _remap(value: Any, copies: dict[int, Any]) -> Any:
     if isinstance(value, nn.Module):
         return copies[id(value)][1] if id(value) in copies else value
     if isinstance(value, Graft):
-        places = (
-            place.with_operator(None if place.child is not None else _remap(place._operator, copies))
-            for place in value.places
-        )
+        places = (place.again(lambda held: _remap(held, copies)) for place in value.places)
         return Graft(places, value.before, _remap(value.patched, copies))
     if isinstance(value, Place):  # of an operator in the graph of a GraphModule
-        return value.with_operator(_remap(value._operator, copies))
+        return value.again(lambda held: _remap(held, copies))
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, _remap(value.__self__, copies))
     if type(value) is functools.partial:

@@ -90,7 +90,7 @@ def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tupl
 
 def _operators_of(module: nn.Module) -> frozenset[str]:
     graft = module.__dict__.get("_gs_graft")
-    names = graft.children if graft is not None else frozenset()
+    names = graft.operators if graft is not None else frozenset()
     return names | {HOLDER} if isinstance(module, torch.fx.GraphModule) else names
 
 

@@ -6,7 +6,7 @@ module boundary needs no more than this, which is why it can be reached in any m
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Dict, Tuple  # noqa: UP035
 
 import torch
 
@@ -18,9 +18,18 @@ KEPT = "_gs_forward"
 COUNT_CHANGES, REFUSE_CHANGES = "_gs_count_changes", "_gs_refuse_changes"
 """Methods around the kept forward where what it receives was operated on: it must not be changed in place."""
 
+ARM, ADD_HEADS = "_gs_arm", "_gs_add_heads"
+"""Methods around the kept forward of a root that has heads."""
+
+HEADS_TYPE = Tuple[torch.Tensor, Dict[str, torch.Tensor]]  # noqa: UP006 - the form that TorchScript reads
+
 
 def seal(
-    forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], whole: bool = False
+    forward: Callable[..., Any],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    whole: bool = False,
+    heads: bool = False,
 ) -> torch.fx.Graph:
     """The graph of a forward that passes what it receives and what it returns through methods of the module.
 
@@ -34,11 +43,12 @@ def seal(
         inputs: methods that what is received passes through, in order.
         outputs: methods that the value passes through, in order.
         whole: mirror any signature whole, for inputs of which one is chosen.
+        heads: take values for heads during the forward, and return what they make of them beside its value.
     """
     names = () if whole else _plain_parameters(forward)
     if names and (not inputs or len(names) == 2):
-        return _mirror(names, forward, inputs, outputs)
-    return _splat(inputs, outputs)
+        return _mirror(names, forward, inputs, outputs, heads)
+    return _splat(inputs, outputs, heads)
 
 
 def _plain_parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -70,7 +80,7 @@ def is_mirrored(graph: torch.fx.Graph) -> bool:
 
 
 def _mirror(
-    names: Sequence[str], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+    names: Sequence[str], forward: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str], heads: bool
 ) -> torch.fx.Graph:
     graph = torch.fx.Graph()
     annotations = getattr(forward, "__annotations__", {})
@@ -81,6 +91,8 @@ def _mirror(
         graph.placeholder(name, annotations.get(name), inspect.Signature.empty if k < required else None)
         for k, name in enumerate(names[1:], 1)
     ]
+    if heads:
+        graph.call_method(ARM, (module,))
     given = received
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
@@ -90,14 +102,18 @@ def _mirror(
         graph.call_method(REFUSE_CHANGES, (module, *received, *given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
-    graph.output(value, annotations.get("return"))
+    if heads:
+        value = graph.call_method(ADD_HEADS, (module, value))
+    graph.output(value, HEADS_TYPE if heads else annotations.get("return"))
     return graph
 
 
-def _splat(inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
+def _splat(inputs: Sequence[str], outputs: Sequence[str], heads: bool) -> torch.fx.Graph:
     graph = torch.fx.Graph()
     module = graph.placeholder("self")
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
+    if heads:
+        graph.call_method(ARM, (module,))
     given = received
     for method in inputs:
         received = graph.call_method(method, (module, received))
@@ -107,6 +123,8 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str]) -> torch.fx.Graph:
         graph.call_method(REFUSE_CHANGES, (module, received, given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
+    if heads:
+        value = graph.call_method(ADD_HEADS, (module, value))
     graph.output(value)
     return graph
 

@@ -49,7 +49,7 @@ def modules_of(fn: Any) -> Iterator[nn.Module]:
 
 
 def call_frozen(fn: Callable[..., Any], x: Tensor) -> Any:
-    """``fn(x)`` on detached parameters; buffers stay the live ones, so that running statistics go on."""
+    """``fn(x)`` on detached parameters, and on copies of the buffers, so that running statistics stay as they are."""
     if is_observed() or not torch.is_grad_enabled():
         return _called(fn, x)
     before, hooks = x.grad_fn, saved_tensors_hooks()
@@ -60,7 +60,10 @@ def call_frozen(fn: Callable[..., Any], x: Tensor) -> Any:
 
 def _called(fn: Callable[..., Any], x: Tensor) -> Any:
     modules = list(modules_of(fn))
-    if not any(p.requires_grad for module in modules for p in module.parameters()):
+    learns = any(p.requires_grad for module in modules for p in module.parameters())
+    # A BatchNorm whose parameters are frozen goes on updating its statistics, which then is a surprise.
+    counts = any(buffers_in_training(module) for module in modules)
+    if not learns and (not counts or torch.jit.is_tracing()):
         return fn(x)
     caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
     # Each parameter once, under its first name: functional_call follows the ties.
@@ -71,7 +74,13 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
             f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
             "Call requires_grad_(False) on them before scripting or tracing."
         )
-    return functional_call(caller, frozen, (x,))
+    kept = {name: buffer.clone() for name, buffer in caller.named_buffers()} if counts else {}
+    return functional_call(caller, {**frozen, **kept}, (x,))
+
+
+def buffers_in_training(fn: nn.Module) -> bool:
+    """Whether a module is in training mode and has buffers that a forward may then change."""
+    return any(part.training and any(True for _ in part.buffers(recurse=False)) for part in fn.modules())
 
 
 def _refuse_leaks(fn: Callable[..., Any], x: Tensor, before: Any, y: Tensor, hooks: Any) -> None:

@@ -158,8 +158,8 @@ def frozen_transform(x: Value, fn: Callable[..., Any]) -> Any:
     """Return ``fn(x)`` with its gradient to ``x``, and none to the parameters of ``fn``.
 
     For a fixed loss network, renderer or decoder that a gradient has to cross. The parameters keep ``requires_grad``,
-    and other uses of them in the same graph keep their gradients. Buffers are the live ones: BatchNorm statistics go
-    on.
+    and other uses of them in the same graph keep their gradients. Buffers keep their values too: BatchNorm statistics
+    stay as they are, in training mode as well.
 
     >>> layer, x = torch.nn.Linear(2, 3), torch.ones(1, 2, requires_grad=True)
     >>> frozen_transform(x, layer).sum().backward()
