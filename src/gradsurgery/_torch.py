@@ -4,24 +4,28 @@ A name that is missing in another version of torch gets the safe answer, which e
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
     "in_backward",
+    "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
+    "is_in_reverse",
     "is_observed",
     "is_overlay",
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
+    "replaced_parameters",
     "saved_tensors_hooks",
     "without_wrappers",
     "wrapped_attribute",
@@ -49,6 +53,24 @@ def is_transformed() -> bool:
     return level >= 0 or active is None or active()
 
 
+def is_in_reverse() -> bool:
+    """Whether every active transform differentiates in reverse or maps over a batch, and nothing records single ops.
+
+    The safe answer is no.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing() or _is_proxied():
+        return False
+    if getattr(forward_ad, "_current_level", 0) >= 0:
+        return False
+    try:
+        from torch._C import _functorch
+
+        stack = _functorch.get_interpreter_stack() or []
+        return all(level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Vmap) for level in stack)
+    except (AttributeError, ImportError):
+        return False
+
+
 def _is_proxied() -> bool:
     """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
     try:
@@ -74,6 +96,18 @@ def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | No
         return None
     children, context = node.flatten_fn(value)
     return list(children), lambda others: node.unflatten_fn(others, context)
+
+
+def replaced_parameters(module: nn.Module, tensors: dict[str, Tensor]) -> contextlib.AbstractContextManager[Any] | None:
+    """Context manager in which a module has these tensors for parameters, also while ``torch.jit.trace`` records.
+
+    None is the safe answer: ``torch.func.functional_call``, which is public, does not run under a trace.
+    """
+    try:
+        from torch.nn.utils.stateless import _reparametrize_module
+    except ImportError:
+        return None
+    return _reparametrize_module(module, tensors, tie_weights=True)
 
 
 def saved_tensors_hooks() -> Any:
@@ -144,6 +178,23 @@ def quiet_accumulation(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in held:
             hooks.update(kept)
+
+
+def is_asked_by_distributed() -> bool:
+    """Whether the caller of the generator that asks, or the one before, is code of ``torch.distributed``.
+
+    ``fully_shard`` finds the modules whose parameters it takes in by their ``children()``: there is no other sign.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    frame: Any = sys._getframe(2)
+    for _ in range(2):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_fsdp2(module: nn.Module) -> bool:

@@ -67,6 +67,7 @@ def withdraw(gone: Iterable[tuple[nn.Module, Place]]) -> None:
     """Take these places away; a module that has none left is exactly what it was."""
     by_module: dict[int, tuple[nn.Module, list[Place]]] = {}
     for module, place in gone:
+        place.withdrawn = True
         by_module.setdefault(id(module), (module, []))[1].append(place)
     for module, places in by_module.values():
         if isinstance(module, GraphModule):

@@ -13,8 +13,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from . import address as grammar
+from ._torch import is_overlay
 from .address import Address, Where
-from .errors import AddressError, CaptureError, closest
+from .errors import AddressError, CaptureError, OperatorError, closest
 from .place import Place, Target
 from .wrappers import HOLDER
 
@@ -36,10 +37,22 @@ class NodePlace(nn.Module):
         self.strict = strict
         self.active = True
 
-    def forward(self, value):  # type: ignore[no-untyped-def]  # fx, export and TorchScript read no annotations here
-        if not self.active or not (self.strict or isinstance(value, torch.Tensor)):
-            return value
-        return self.place.run(self, value)
+    # Without annotations, so that fx, export and TorchScript each take the value for what it is.
+    def forward(self, value):  # type: ignore[no-untyped-def]
+        if torch.jit.is_scripting():
+            return self.operator(value) if self.active else value
+        else:  # TorchScript leaves the other branch out only of an if that has one
+            if not self.active or not (self.strict or isinstance(value, torch.Tensor)):
+                return value
+            return self.place.run(self, value)
+
+    def __prepare_scriptable__(self) -> "NodePlace":
+        if self.place.where.element:
+            raise OperatorError(
+                f"torch.jit.script was asked for the operator at {self.place.where.text(self.place.inner)!r}, which "
+                "takes one element of a value; in TorchScript it would take them all. Trace the model instead."
+            )
+        return self
 
     def extra_repr(self) -> str:
         return repr(self.place.where.text(self.place.inner))
@@ -137,7 +150,7 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
         for user in users:
             user.replace_input_with(value, node)
     module.graph.lint()
-    module.recompile()
+    _recompile(module)
     return place
 
 
@@ -154,7 +167,16 @@ def remove_nodes(module: GraphModule, gone: list[Place]) -> None:
         del holder._modules[name]
     if not holder._modules:
         del module._modules[HOLDER]
+    _recompile(module)
+
+
+def _recompile(module: GraphModule) -> None:
     module.recompile()
+    cls = type(module)
+    if is_overlay(cls):
+        # fx wraps a call of this class around that of the class beneath, which would call it back without end.
+        for name in {"__call__", "_wrapped_call"} & vars(cls).keys():
+            delattr(cls, name)
 
 
 def node_places(module: GraphModule) -> Iterator[NodePlace]:

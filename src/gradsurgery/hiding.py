@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from ._torch import is_asked_by_distributed
 from .errors import SurgeryError
 
 __all__ = ["hiding", "refuse_walks"]
@@ -55,7 +56,8 @@ def hiding(base: Any) -> dict[str, Callable[..., Any]]:
     """Methods of a generated subclass of ``base`` that leave the operators among the children out."""
 
     def named_children(self: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        hidden = _hidden(self)
+        # Those that shard the parameters of every child must not pass one by.
+        hidden = frozenset() if is_asked_by_distributed() else _hidden(self)
         held = set()
         for name, module in self._modules.items():
             if module is not None and name not in hidden and module not in held:

@@ -13,6 +13,7 @@ from .capture.record import Op
 from .example import Arguments, ops_on, outputs_on
 from .graft import graft_of, user_class
 from .graph_module import Stacks, name_in, node_places
+from .ledger import lost_places
 from .place import Place, Target
 from .tables import Operation, Site
 from .tree import Tree
@@ -38,6 +39,8 @@ def operations_of(root: nn.Module) -> Iterator[Operation]:
     for path, module, place in places_of(root):
         if place.where.kind != "head":  # the place that its value comes from is listed
             yield Operation(place.where.text(path), module, place)
+    for path, place, operator in lost_places(root):
+        yield Operation(place.where.text(path), None, place, operator)
 
 
 def module_sites(root: nn.Module, asked: grammar.Address, arguments: Arguments | None) -> Iterator[Site]:

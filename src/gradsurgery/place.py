@@ -79,6 +79,7 @@ class Place:
         self.child = child
         self.hops = hops
         self.runs = 0
+        self.withdrawn = False  # taken away on purpose, not lost
         self._operator = operator
 
     def operator(self, module: nn.Module) -> nn.Module:

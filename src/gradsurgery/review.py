@@ -16,6 +16,7 @@ from .errors import AddressError
 from .example import Example, read_example
 from .graft import without
 from .graph_module import NodePlace
+from .ledger import forget, lost_places
 from .place import Place
 from .resolve import At, resolve
 from .surgery import expect_places
@@ -44,8 +45,13 @@ def remove(model: M, at: At | None = None) -> M:
     """
     root = bare(model)
     there = list(listing.places_of(root))
-    gone = list(there) if at is None else _at(root, there, at)
-    if not gone:
+    lost = [place for path, place, _ in lost_places(root) if at is None or place.where.text(path) == at]
+    gone = list(there)
+    if at is not None:
+        with contextlib.suppress(*[AddressError] * bool(lost)):  # what is lost may have left no such place behind
+            gone = []
+            gone = _at(root, there, at)
+    if not gone and not lost:
         inserted = ", ".join(dict.fromkeys(repr(operation.address) for operation in operations(model)))
         raise AddressError(
             f"nothing was inserted {'in this model' if at is None else f'at {at!r}'}, so nothing can be removed. "
@@ -56,6 +62,7 @@ def remove(model: M, at: At | None = None) -> M:
         row for row in there if isinstance(row[2], HeadPlace | TapPlace) and row[2].tap in taps and row not in gone
     ]
     withdraw([(module, place) for _, module, place in gone])
+    forget(root, lost)
     return model
 
 
@@ -64,7 +71,8 @@ def operations(model: nn.Module) -> Table[Operation]:
 
         gs.operations(model)[0].operator.lambd = 0.3
 
-    A shared module is listed under each of its names.
+    A shared module is listed under each of its names. An operator that a tool has dropped since, by replacing the
+    module that it was on, is a row of its own at the end that says so, with ``lost`` set.
 
     Args:
         model: the operated model, also through its wrapper.

@@ -10,6 +10,7 @@ from torch import nn
 from .edit import Insertion, commit, withdraw
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Arguments, Example, ops_on, read_example, run_on
+from .ledger import record
 from .methods import is_plain
 from .operators import (
     DetachedTransform,
@@ -240,6 +241,7 @@ def _operate(
         except BaseException:
             withdraw(done)
             raise
+    record(root, done)
     return model
 
 

@@ -25,22 +25,32 @@ class Operation:
         head: the name of that head, or None.
         operator: the module that does it.
         runs: eager forwards through it since it was inserted; compiled code does not count.
+        lost: the class of an operator that another tool has dropped, with the module that it was on, or None. Then
+            ``operator`` is None; insert again, or :func:`gradsurgery.remove` the row.
     """
 
     titles: ClassVar = ("address", "side", "operator", "runs")
-    __slots__ = ("_module", "_place", "address", "head", "side")  # operation.lambd = 1 would do nothing in silence
+    __slots__ = (
+        "_module",
+        "_place",
+        "address",
+        "head",
+        "lost",
+        "side",
+    )  # operation.lambd = 1 would do nothing in silence
 
-    def __init__(self, address: str, module: nn.Module, place: Place) -> None:
+    def __init__(self, address: str, module: nn.Module | None, place: Place, lost: str | None = None) -> None:
         self.address = address
+        self.lost = lost
         self.side = "head" if isinstance(place, TapPlace) else place.where.kind
         self.head = place.tap.name if isinstance(place, TapPlace) else None
         self._module = module
         self._place = place
 
     @property
-    def operator(self) -> nn.Module:
-        """The live operator."""
-        return self._place.operator(self._module)
+    def operator(self) -> Any:
+        """The live operator, or None where it is lost."""
+        return None if self._module is None else self._place.operator(self._module)
 
     @property
     def runs(self) -> int:
@@ -49,6 +59,8 @@ class Operation:
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows."""
+        if self.lost is not None:
+            return repr(self.address), self.side, f"lost: the {self.lost} went with the module it was on", ""
         runs = str(self.runs) if self.runs else "0 (no eager run yet)"
         operator = one_line(self.operator)
         if self.head is not None:

@@ -10,15 +10,16 @@ raises on a view and is silently wrong on an alias. The copy has the very stride
 included, since a convolution chooses its kernel by them, and another kernel gives other bits.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .._torch import is_observed, is_transformed
+from .._torch import is_in_reverse, is_observed, is_transformed
 from ..errors import OperatorError
 from .coefficient import name_of
 
@@ -70,21 +71,28 @@ def _exact_copy(x: Tensor) -> Tensor:
 # --- the aten formula; TorchScript compiles and saves what follows, so it is written in its language ------------------
 
 
+def _cut(x: Tensor) -> Tensor:
+    """An alias of ``x`` without its history. Not ``detach`` in TorchScript: ``torch.jit.freeze`` drops every one."""
+    if torch.jit.is_scripting():
+        return x.data
+    else:
+        return x.detach()
+
+
 def _overwritten(carrier: Tensor, value: Tensor) -> Tensor:
     """The gradient of ``carrier`` with the bits and the strides of ``value``.
 
     Overlapping memory becomes dense here: no aten op writes to it and keeps a gradient for each element.
-    ``torch.jit.trace`` would bake the strides as constants and fail on another size, so it gets those of ``carrier``.
     """
     if value.is_sparse:
         raise OperatorError(
             "An operator was asked to act on a sparse COO tensor under a tool that records single ops. "
             "Its values cannot be overwritten outside of autograd there. Call .to_dense() first, or run in eager."
         )
-    flat = value.layout == torch.strided and not value.is_nested and not torch.jit.is_tracing()
+    flat = value.layout == torch.strided and not value.is_nested
     if flat and carrier.stride() != value.stride() and not _overlaps(list(value.size()), list(value.stride())):
         carrier = value.new_empty_strided(value.size(), value.stride()).copy_(carrier)
-    carrier.detach().copy_(value)
+    _cut(carrier).copy_(value)
     return carrier
 
 
@@ -92,14 +100,14 @@ def scaled_by_formula(x: Tensor, factor: float) -> Tensor:
     """The value of ``x`` and ``factor`` times its gradient."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
-    return _overwritten(x * factor, x.detach())
+    return _overwritten(x * factor, _cut(x))
 
 
 def stopped_by_formula(x: Tensor) -> Tensor:
     """The value of ``x`` without its history, in memory of its own."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
-    return _overwritten(x.detach().clone(), x.detach())
+    return _overwritten(_cut(x).clone(), _cut(x))
 
 
 def replaced_by_formula(x: Tensor, value: Tensor) -> Tensor:
@@ -107,7 +115,25 @@ def replaced_by_formula(x: Tensor, value: Tensor) -> Tensor:
     # copy_ would broadcast a smaller value in silence; outside of TorchScript the caller has looked.
     if torch.jit.is_scripting() and value.size() != x.size():
         raise OperatorError("straight_through asks of fn a tensor of the shape it is given; fn returned another shape.")
-    return _overwritten(x.clone(), value.detach().to(x.dtype))
+    return _overwritten(x.clone(), _cut(value).to(x.dtype))
+
+
+def _recorded(formula: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Apply a formula; ``torch.jit.trace`` gets it as TorchScript.
+
+    A trace of the single ops would bake the strides as constants, and ``torch.jit.freeze`` would drop what it detaches.
+    """
+    if not torch.jit.is_tracing():
+        return formula(*arguments)
+    return _scripted(formula)(*arguments)
+
+
+@functools.cache
+def _scripted(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    with warnings.catch_warnings():
+        # Whoever traces has been told already that TorchScript is deprecated.
+        warnings.filterwarnings("ignore", message="`torch.jit.*deprecated")
+        return torch.jit.script(formula)
 
 
 # --- the eager Functions ----------------------------------------------------------------------------------------------
@@ -157,7 +183,43 @@ class _Mapped(Function):
         return new, None
 
 
-def _shape_of(x: Tensor) -> tuple[int, ...]:
+class _MappedInTransform(Function):
+    """The same for ``torch.func``: a rule for vmap, and none for forward mode, which has no gradient to map."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Callable[[Tensor], Tensor]], output: Tensor) -> None:
+        ctx.fn = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        new = ctx.fn(grad.clone())
+        _refuse_other_shape("map_gradient", ctx.fn, grad, new)
+        return new, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_to_map(ctx.fn)
+
+
+def _refuse_to_map(fn: Callable[..., Any]) -> NoReturn:
+    raise OperatorError(
+        f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
+        "(torch.export, torch.jit.trace, make_fx) or pushes tangents forward (jvp, jacfwd, hessian, forward AD). "
+        "Nothing carries a function of the gradient there, and the plain gradient would be left in silence. "
+        "Run it in eager, under torch.compile or a reverse transform of torch.func, or use scale_gradient where the "
+        "function is a factor."
+    )
+
+
+def _shape_of(x: Tensor) -> tuple[Any, ...]:
+    if x.is_nested and x.layout is torch.strided:
+        return tuple(tuple(part.shape) for part in x.unbind())
     if not torch.jit.is_tracing():
         return tuple(x.shape)
     with warnings.catch_warnings():
@@ -201,7 +263,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     elif torch.onnx.is_in_onnx_export():
         # A graph for inference: the older exporter would drop the overwriting and keep the product.
         return x
-    return scaled_by_formula(x, factor)
+    return _recorded(scaled_by_formula, x, factor)
 
 
 def private_copy(x: Tensor) -> Tensor:
@@ -210,7 +272,7 @@ def private_copy(x: Tensor) -> Tensor:
         return _exact_copy(x.detach())
     if torch.onnx.is_in_onnx_export():
         return x.detach()
-    return stopped_by_formula(x)
+    return _recorded(stopped_by_formula, x)
 
 
 def stopped(x: Tensor) -> Tensor:
@@ -234,7 +296,7 @@ def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
             return _Replaced.apply(x, value)
     elif torch.onnx.is_in_onnx_export():
         return value
-    return replaced_by_formula(x, value)
+    return _recorded(replaced_by_formula, x, value)
 
 
 def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -245,13 +307,10 @@ def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         if torch.onnx.is_in_onnx_export():
             return x
         # Dynamo carries a Function over as it is, but drops its backward under a transform that it compiles.
+        if is_transformed() and is_in_reverse():
+            return _MappedInTransform.apply(x, fn)
         if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
-            raise OperatorError(
-                f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
-                "(torch.export, torch.jit.trace, make_fx, torch.func or forward AD). "
-                "No op carries a function of the gradient there, and the plain gradient would be left in silence. "
-                "Run it in eager or under torch.compile, or use scale_gradient where the function is a factor."
-            )
+            _refuse_to_map(fn)
         return _Mapped.apply(x, fn)
     if not x.requires_grad:
         return x

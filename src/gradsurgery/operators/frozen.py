@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .._torch import is_checkpointed, is_observed, saved_tensors_hooks
+from .._torch import is_checkpointed, is_observed, replaced_parameters, saved_tensors_hooks
 from ..errors import OperatorError
 from .coefficient import name_of
+from .formula import stopped_by_formula
 from .values import map_tensors
 
 __all__ = ["call_frozen", "modules_of"]
@@ -67,8 +68,13 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
         return fn(x)
     caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
     # Each parameter once, under its first name: functional_call follows the ties.
-    frozen = {name: p.detach() for name, p in caller.named_parameters()}
-    if torch.jit.is_tracing() or any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules()):
+    frozen = {name: _stopped(p) for name, p in caller.named_parameters()}
+    scripted = any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules())
+    swapped = replaced_parameters(caller, frozen) if torch.jit.is_tracing() and not scripted else None
+    if swapped is not None:
+        with swapped:
+            return fn(x)
+    if scripted or torch.jit.is_tracing():
         raise OperatorError(
             f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
             f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
@@ -81,6 +87,13 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
 def buffers_in_training(fn: nn.Module) -> bool:
     """Whether a module is in training mode and has buffers that a forward may then change."""
     return any(part.training and any(True for _ in part.buffers(recurse=False)) for part in fn.modules())
+
+
+def _stopped(parameter: Tensor) -> Tensor:
+    if torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export():
+        # run_decompositions makes nothing of a detach, in silence; of this it makes an error at the first backward.
+        return stopped_by_formula(parameter)
+    return parameter.detach()
 
 
 def _refuse_leaks(fn: Callable[..., Any], x: Tensor, before: Any, y: Tensor, hooks: Any) -> None:

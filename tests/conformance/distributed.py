@@ -1,0 +1,325 @@
+"""DDP, FSDP2 and tensor parallel in two processes, and the replicas of DataParallel."""
+
+import atexit
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgery as gs
+
+from .nets import Patient
+from .outcome import NotApplicable, Outcome, assert_right, step, whole
+from .tools import tool
+
+DISTRIBUTED = "Distributed"
+
+
+# --- two processes that stay, and run one cell after another ------------------------------------------------------------
+
+
+class Pair:
+    """Two processes; both run a function on a patient, each with its own row of the batch."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Any] = []
+
+    def start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spawn = torch.multiprocessing.get_context("spawn")
+        for rank in range(2):
+            here, there = spawn.Pipe()
+            process = spawn.Process(target=_serve, args=(rank, port, there), daemon=True)
+            process.start()
+            atexit.register(process.kill)
+            self.pipes.append(here)
+
+    def run(self, what: str, patient: Patient) -> Outcome:
+        if not self.pipes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send((what, patient.operator, patient.place))
+        answers = []
+        for pipe in self.pipes:
+            if not pipe.poll(120):
+                raise RuntimeError("one of the two processes gave no answer")
+            answers.append(pipe.recv())
+        for kind, value in answers:
+            if kind == "not applicable":
+                raise NotApplicable(value)
+            if kind == "wrong":
+                raise AssertionError(value)
+            if kind == "error":
+                raise RuntimeError(value)
+        return {f"rank {rank}": value for rank, (_, value) in enumerate(answers)}
+
+
+pair = Pair()
+
+
+def _serve(rank: int, port: int, pipe: Any) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            what, operator, place = pipe.recv()
+        except EOFError:
+            return
+        torch._dynamo.reset()
+        try:
+            found = WRAPPED[what](Patient(operator, place), _row(rank))
+            answer = ("found", {name: _plain(value) for name, value in found.items()})
+        except NotApplicable as reason:
+            answer = ("not applicable", str(reason))
+        except AssertionError as error:
+            answer = ("wrong", str(error))
+        except Exception as error:
+            answer = ("error", f"{type(error).__name__}: {error}")
+        pipe.send(answer)
+        dist.barrier()
+
+
+def _plain(value: Any) -> Any:
+    return value.clone() if isinstance(value := whole(value), Tensor) else value
+
+
+def _row(rank: int) -> Tensor:
+    return torch.tensor([[1.0], [-0.5]])[rank : rank + 1]
+
+
+def _mean(patient: Patient, x: Tensor) -> Outcome:
+    """Two steps by hand, the gradients of the parameters averaged."""
+    found = [step(patient.by_hand(), _row(rank)) for rank in range(2)]
+    mean = {
+        name: None if one is None else (one + found[1][name]) / 2
+        for name, one in found[0].items()
+        if name not in ("output", "x")
+    }
+    return {f"rank {rank}": {"output": one["output"], "x": one["x"], **mean} for rank, one in enumerate(found)}
+
+
+WRAPPED: dict[str, Callable[[Patient, Tensor], Outcome]] = {}
+
+
+def wrapped(name: str, cost: str = "cheap") -> Callable[[Callable[[Patient, Tensor], Outcome]], None]:
+    def register(run: Callable[[Patient, Tensor], Outcome]) -> None:
+        WRAPPED[name] = run
+        tool(DISTRIBUTED, name, right=_mean, cost=cost)(lambda patient, x: pair.run(name, patient))
+
+    return register
+
+
+# --- the wrappers -------------------------------------------------------------------------------------------------------
+
+
+def _ddp(model: nn.Module, **options: Any) -> nn.Module:
+    if not any(p.requires_grad for p in model.parameters()):
+        raise NotApplicable("nothing is trained")
+    return DistributedDataParallel(model, **options)
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    if not isinstance(model, torch.fx.GraphModule):  # a trace has dissolved the children, whose forwards never run
+        for child in (model.enc, model.plain, model.head):
+            fully_shard(child)  # type: ignore[arg-type]
+    return fully_shard(model)
+
+
+def _not_root(patient: Patient) -> None:
+    if patient.place == "root" and patient.operator in ("StopGradient", "DetachedTransform"):
+        raise NotApplicable("the output of the model has no gradient to begin with")
+
+
+@wrapped("DDP, unused parameters found")
+def ddp(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    model = _ddp(patient.operated(), find_unused_parameters=True)
+    step(model, x)
+    return step(model, x)
+
+
+@wrapped("DDP")
+def ddp_plain(patient: Patient, x: Tensor) -> Outcome:
+    if patient.operator in ("StopGradient", "StraightThrough", "FrozenTransform", "DetachedTransform"):
+        raise NotApplicable("some parameters get no gradient, for which DDP asks for find_unused_parameters=True")
+    model = _ddp(patient.operated())
+    step(model, x)
+    return step(model, x)
+
+
+@wrapped("DDP, static_graph")
+def ddp_static(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    model = _ddp(patient.operated(), static_graph=True)
+    step(model, x)
+    return step(model, x)
+
+
+@wrapped("DDP, gradient as bucket view")
+def ddp_view(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    model = _ddp(patient.operated(), find_unused_parameters=True, gradient_as_bucket_view=True)
+    return step(model, x)
+
+
+def _between(wrap: Callable[[nn.Module], Any], patient: Patient, x: Tensor) -> Outcome:
+    """Wrap, step, operate, step, remove, step, operate, step."""
+    if patient.is_layer:
+        raise NotApplicable("a layer is not inserted")
+    if patient.operator in ("StraightThrough", "FrozenTransform", "DetachedTransform"):
+        try:
+            patient.operate(wrap(patient.bare()))
+        except gs.SurgeryError as error:
+            assert "before wrapping" in str(error)
+        else:
+            raise AssertionError("new parameters in a wrapper that has taken in its set of them")
+        patient = _Stateless(patient.operator, patient.place)
+    _not_root(patient)
+    model = wrap(patient.bare())
+    untouched = step(model, x)
+    for _ in range(2):
+        patient.operate(model)
+        found = step(model, x)
+        gs.remove(model)
+        assert_right(step(model, x), untouched)
+    return found
+
+
+class _Stateless(Patient):
+    """The transforms with their factor as a number, which a wrapper has no part in."""
+
+    def operate(self, model: nn.Module) -> nn.Module:
+        address, side = _where(self.place)
+        backward = {"StraightThrough": "straight_through", "FrozenTransform": "frozen", "DetachedTransform": "none"}
+        return gs.insert_transform(model, address, _halved, backward[self.operator], side=side)  # type: ignore
+
+
+def _where(place: str) -> tuple[str, str]:
+    from .nets import PLACES
+
+    _, address, side = PLACES[place]
+    assert address is not None
+    return address, side
+
+
+def _halved(x: Tensor) -> Tensor:
+    return x * x * 0.5
+
+
+@wrapped("DDP, operated between steps")
+def ddp_between(patient: Patient, x: Tensor) -> Outcome:
+    return _between(lambda model: _ddp(model, find_unused_parameters=True), patient, x)
+
+
+@wrapped("DDP compiled, aot_eager", cost="dear")
+def ddp_compiled(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    model = _ddp(patient.operated(), find_unused_parameters=True)
+    return step(torch.compile(model, backend="aot_eager"), x, model)
+
+
+@wrapped("FSDP2, operated before")
+def fsdp_before(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    return step(_sharded(patient.operated()), x)
+
+
+@wrapped("FSDP2, operated between steps")
+def fsdp_between(patient: Patient, x: Tensor) -> Outcome:
+    return _between(_sharded, patient, x)
+
+
+@wrapped("FSDP2 compiled, aot_eager", cost="dear")
+def fsdp_compiled(patient: Patient, x: Tensor) -> Outcome:
+    _not_root(patient)
+    model = fully_shard(patient.operated())
+    return step(torch.compile(model, backend="aot_eager"), x, model)
+
+
+@wrapped("FSDP2, operated after compile", cost="dear")
+def fsdp_live(patient: Patient, x: Tensor) -> Outcome:
+    return _between(lambda model: torch.compile(fully_shard(model), backend="aot_eager"), patient, x)
+
+
+# --- tensor parallel: rows of one weight over two processes -------------------------------------------------------------
+
+
+def wide(weight: float) -> nn.Module:
+    layer = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 0.5], [0.0, 1.0]]) * weight)
+    return layer
+
+
+def _tensor_parallel(patient: Patient, x: Tensor) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    _not_root(patient)
+    if patient.place == "GraphModule":
+        raise NotApplicable("the plan addresses modules that a trace has dissolved")
+    model = patient.of(wide).operated()
+    plan = {"seq.0": ColwiseParallel(), "seq.1": RowwiseParallel(), "head": ColwiseParallel(use_local_output=True)}
+    plan["head"] = ColwiseParallel(output_layouts=_replicated())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    return step(model, torch.tensor([[1.0, -0.5], [0.5, 1.0]]))
+
+
+def _replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _same_on_both(patient: Patient, x: Tensor) -> Outcome:
+    found = step(patient.of(wide).by_hand(), torch.tensor([[1.0, -0.5], [0.5, 1.0]]))
+    return {"rank 0": found, "rank 1": found}
+
+
+WRAPPED["DTensor, tensor parallel"] = _tensor_parallel
+tool(DISTRIBUTED, "DTensor, tensor parallel", right=_same_on_both, cost="dear")(
+    lambda patient, x: pair.run("DTensor, tensor parallel", patient)
+)
+
+
+# --- replicas of DataParallel, which torch makes on devices that a CPU machine lacks -------------------------------------
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """As ``torch.nn.parallel.replicate``: shallow copies, whose parameters are copies that autograd knows."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in made.items():
+        replica._former_parameters = {}  # type: ignore[assignment]
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else made[child]
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                replica._parameters[name] = None
+            else:
+                copied = parameter * 1
+                replica.__dict__[name] = copied
+                replica._former_parameters[name] = copied  # type: ignore[index]
+    return made[model]
+
+
+@tool(DISTRIBUTED, "DataParallel replicas, imitated")
+def replicas(patient: Patient, x: Tensor) -> Outcome:
+    model = patient.operated()
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([_replica(model)(part) for part in x.split(1)])
+
+    return step(run, x, model)
