@@ -17,23 +17,25 @@ LAMBD = 0.5
 Anatomy = dict[str, tuple[type, tuple[str, ...], int]]
 """Per module: its class, the names in its ``__dict__`` and its number of hooks."""
 
-Untouched = dict[bool, Step]
-"""The untouched network's step, by mode: True is train."""
+Steps = dict[bool, Step]
+"""The step of a network by mode: True is train."""
 
 
-def untouched(pristine: nn.Module, call: Call) -> Untouched:
-    """What the network does before anybody touches it, in eval and then in train."""
-    model = copy.deepcopy(pristine)
-    return {training: step(model, call, training) for training in (False, True)}
+def both_modes(model: nn.Module, call: Call) -> Steps:
+    """What a network does in eval and then in train, its gradients as digests."""
+    return {training: step(model, call, training).digested() for training in (False, True)}
+
+
+def untouched(pristine: nn.Module, call: Call) -> Steps:
+    """What a network does before anybody touches it."""
+    return both_modes(copy.deepcopy(pristine), call)
 
 
 def _named(kind: str, faults: list[str]) -> list[str]:
     return [f"{kind}: {len(faults)} of them, {faults[:3]}"] if faults else []
 
 
-def _mode_faults(subject: nn.Module, reference: nn.Module, call: Call, training: bool, plain: Step) -> list[str]:
-    mode = "train" if training else "eval"
-    right, got = step(reference, call, training), step(subject, call, training)
+def _mode_faults(mode: str, got: Step, right: Step, plain: Step) -> list[str]:
     faults = [] if same_output(right.output, plain.output) else [f"{mode}: the reference moved the forward"]
     if right.gradient_faults(plain) == []:
         faults.append(f"{mode}: vacuous, the reference changes no gradient")
@@ -52,12 +54,13 @@ def check(
     pristine: nn.Module,
     path: str,
     call: Call,
-    plain: Untouched,
+    plain: Steps,
     insert: Callable[[nn.Module, str], object] | None = None,
 ) -> list[str]:
     """The promises broken by a reversal of strength 0.5 at ``path`` of a copy of ``pristine``."""
     insert = insert or (lambda model, at: gs.insert_grl(model, at, lambd=LAMBD))
-    subject, reference = copy.deepcopy(pristine), hooked(copy.deepcopy(pristine), path)
+    right = both_modes(hooked(copy.deepcopy(pristine), path), call)
+    subject = copy.deepcopy(pristine)
     before, storage = anatomy(subject), [(id(p), p.data_ptr()) for p in subject.parameters()]
     faults: list[str] = []
     insert(subject, path)
@@ -75,9 +78,8 @@ def check(
         faults.append(f"classes changed at {operated[:4]}")
     if not gs.operations(subject):
         faults.append("operations() is empty after an insertion")
-    for training in (False, True):
-        faults += _mode_faults(subject, reference, call, training, plain[training])
-    del reference
+    for training, got in both_modes(subject, call).items():
+        faults += _mode_faults("train" if training else "eval", got, right[training], plain[training])
 
     gs.remove(subject)
     if gs.operations(subject):
@@ -99,15 +101,15 @@ def _undo_traces(subject: nn.Module, pristine: nn.Module, before: Anatomy) -> li
     return _named("undo leaves a trace after steps", wrong)
 
 
-def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Untouched) -> list[str]:
+def _undone_runs(subject: nn.Module, pristine: nn.Module, call: Call, plain: Steps) -> list[str]:
     subject.load_state_dict(pristine.state_dict(), strict=True)
     for name, buffer in pristine.named_buffers():  # the non-persistent ones too, but for those made anew by a forward
         mine = subject.get_buffer(name)
         if mine.shape == buffer.shape:
             mine.data.copy_(buffer)
     faults = []
-    for training in (False, True):
-        got, mode = step(subject, call, training), "train" if training else "eval"
+    for training, got in both_modes(subject, call).items():
+        mode = "train" if training else "eval"
         if not same_output(got.output, plain[training].output):
             faults.append(f"undone, {mode}: forward differs")
         faults += _named(f"undone, {mode}: gradients differ", got.gradient_faults(plain[training]))

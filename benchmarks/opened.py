@@ -7,6 +7,7 @@ one seed.
 
     python benchmarks/opened.py out.jsonl [family ...]    # goes on where it stopped
     python benchmarks/opened.py out.jsonl --report
+    python benchmarks/opened.py out.jsonl --page docs/limits.md
 """
 
 import argparse
@@ -14,6 +15,7 @@ import collections
 import gc
 import json
 import pathlib
+import platform
 import random
 import re
 import sys
@@ -228,12 +230,57 @@ def report(path: pathlib.Path) -> None:
             print("not measured:", line["family"], line["error"])
 
 
+def page(path: pathlib.Path) -> str:
+    """The limits of the opened capture as a page, from the lines of a run."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    classes = [line for line in lines if "class" in line]
+    text = [
+        "# Limits of the opened capture",
+        "",
+        "Written by `python benchmarks/opened.py out.jsonl --page docs/limits.md`; do not edit.",
+        "",
+        f"Measured with Python {platform.python_version()}, torch {torch.__version__} (CPU), timm {timm.__version__}: "
+        f"the smallest model of each of {len({line['family'] for line in classes})} timm families, {len(classes)} "
+        "classes of modules outside `torch.nn` (one instance each). A random op in each forward gets an operator that "
+        "changes nothing; the whole model's forward and every gradient are compared bit for bit with the untouched "
+        "model's, in eval and in train mode under one seed.",
+        "",
+        "| | forwards with an op | reached | refused | wrong | ops listed | of these addressable |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    refusals = []
+    for way, title in (("example", "with `example=`"), ("static", "without")):
+        results = collections.Counter(line[way][0] for line in classes)
+        tried = sum(results.values()) - results["empty"]
+        listed = [line[f"{way}_ops"] for line in classes if f"{way}_ops" in line]
+        figures = [
+            tried,
+            f"{results['reached']} ({results['reached'] / tried:.2%})",
+            results["refused"],
+            results["wrong"],
+        ]
+        figures += [sum(n for n, _ in listed), sum(n for _, n in listed)]
+        text.append(f"| {title} | " + " | ".join(map(str, figures)) + " |")
+        refusals += [(line, way, line[way]) for line in classes if line[way][0] in ("refused", "wrong")]
+    text += ["", "## Every refusal", "", "| model | class | found | op | where | reason |", "|---|---|---|---|---|---|"]
+    for line, way, result in refusals:
+        reason, op, source, code = [*result[1:], "", "", ""][:4]
+        where = f"{pathlib.Path(source).name}: `{code}`" if source else ""
+        text.append(f"| {line['model']} | {line['class']} | {way} | {op} | {where} | {reason} |")
+    text += ["", pathlib.Path(__file__).with_name("limits.md").read_text().rstrip()]
+    return "\n".join(text) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--page", type=pathlib.Path, help="write the page of limits from the lines of a run")
     options = parser.parse_args()
+    if options.page:
+        options.page.write_text(page(options.out))
+        return
     if options.report:
         report(options.out)
         return

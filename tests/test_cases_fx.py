@@ -269,3 +269,21 @@ def test_b51_inside_a_transformer_encoder(at: str, training: bool) -> None:
     pristine.eval(), model.eval()
     with torch.no_grad():  # the fast path of an untouched encoder does not call its layers' parts at all
         assert torch.allclose(model(torch.ones(1, 3, 8)), pristine(torch.ones(1, 3, 8)), atol=1e-6)
+
+
+class Recursive(nn.Module):
+    """Calls its own forward: twice more, each with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([linear(2.0), linear(3.0), linear(5.0)])
+
+    def forward(self, x: Tensor, left: int = 2) -> Tensor:
+        h = torch.relu(self.layers[left](x))
+        return h if left == 0 else self.forward(h, left - 1)
+
+
+@pytest.mark.parametrize(("at", "factors"), [("@0", [1, 1, -1]), ("@1", [1, -1, -1]), ("@*", [-1, 1, -1])])
+def test_ops_of_a_forward_that_calls_itself(at: str, factors: list[int]) -> None:
+    model = gs.insert_grl(Recursive(), ":relu" + at)
+    assert gradients(model) == [15.0 * factors[0], 10.0 * factors[1], 6.0 * factors[2]]

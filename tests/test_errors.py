@@ -1,6 +1,7 @@
 """docs/errors.md: what it calls a symptom is what the library says, in the error under which it stands."""
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,11 @@ class Indices(nn.Module):
         return x.argmax(1)
 
 
+class Indexed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).argmax(1)
+
+
 def without_source() -> nn.Module:
     namespace: dict[str, Any] = {"nn": nn}
     exec("class Typed(nn.Module):\n    def forward(self, x):\n        return x + 1", namespace)
@@ -56,6 +62,42 @@ def not_run() -> None:
     block.eval()(torch.ones(1, 2))
 
 
+class Backward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+class Louder(gs.GradientReversal):
+    def forward(self, x: Tensor) -> Tensor:
+        return gs.reverse_gradient(2 * x)
+
+
+class Never(gs.GradientReversal):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def measured(operator: nn.Module, measure: Callable[..., object] = gs.verify, loss: Any = None) -> Callable[[], object]:
+    return lambda: measure(gs.insert(nn.Sequential(nn.Linear(2, 2)), "0", operator), torch.ones(1, 2), loss=loss)
+
+
+def idle() -> None:
+    net = gs.insert_grl(nn.Sequential(nn.Linear(2, 2)), "0")
+    net.add_module("0", nn.Sequential(nn.Linear(2, 2), nn.ModuleList([net[0]])))
+    net[0].forward = lambda x: net[0][0](x)
+    gs.verify(net, torch.ones(1, 2))
+
+
+def without_matplotlib() -> None:
+    audit = measured(gs.StopGradient(), gs.audit)()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        audit.plot()  # type: ignore[attr-defined]
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "the model has no module": grl("3"),
     "no module that runs": grl("x.*"),
@@ -67,6 +109,18 @@ CAUSES: dict[str, Callable[[], object]] = {
     "nobody reads the value": grl("0:abs"),
     "so the operator would have been passed by": not_run,
     "during the run on the example the model raised": grl("2", example=torch.ones(1, 3)),
+    "in the forward that was to be measured the model raised": lambda: gs.audit(grl("0")(), torch.ones(1, 3)),
+    "are still to be made by a first forward": lambda: gs.audit(
+        gs.insert_grl(nn.Sequential(nn.LazyLinear(2)), "0"), torch.ones(1, 3)
+    ),
+    "loss was asked for a scalar": measured(gs.StopGradient(), loss=lambda y: y),
+    "no loss was given": lambda: gs.audit(gs.insert_grl(Indexed(), "linear"), torch.ones(1, 2)),
+    "the loss depends on no parameter": measured(gs.StopGradient(), loss=lambda y: y.detach().sum()),
+    "did not run in this forward": idle,
+    "was to keep its promise": measured(Never()),
+    "to leave the forward as promised": measured(Louder()),
+    "has a method called backward": measured(Backward()),
+    "is not installed": without_matplotlib,
     "There is a negative number": grl("0", -1.0),
     "There is a number that is not finite": grl("0", float("nan")),
     "There is a tensor that requires grad": grl("0", torch.ones(1, requires_grad=True)),
@@ -77,6 +131,7 @@ CAUSES: dict[str, Callable[[], object]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules:UserWarning")
 @pytest.mark.parametrize(("error", "symptom"), SYMPTOMS)
 def test_symptom_is_what_is_said(error: str, symptom: str) -> None:
     with pytest.raises(gs.SurgeryError, match=re.escape(symptom)) as caught:

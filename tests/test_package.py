@@ -39,6 +39,9 @@ PUBLIC = [
     "sites",
     "disabled",
     "graph",
+    "audit",
+    "verify",
+    "Audit",
     "Operation",
     "Site",
     "SurgeryError",
@@ -91,7 +94,8 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"timm", "torchvision", "transformers", "numpy", "sklearn", "rich", "matplotlib"}:
+        blocked = "timm torchvision transformers numpy sklearn rich matplotlib pandas".split()
+        if name.partition(".")[0] in blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Refuse())
@@ -100,7 +104,7 @@ import gradsurgery as gs
 
 net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
 gs.insert_grl(net, "0", lambd=0.5)
-print(gs.operations(net), gs.sites(net))
+print(gs.operations(net), gs.sites(net), gs.verify(net, torch.ones(1, 1)))
 net(torch.ones(1, 1)).sum().backward()
 assert torch.equal(net[0].weight.grad, -0.5 * net[1].weight), net[0].weight.grad
 gs.remove(net)

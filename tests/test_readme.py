@@ -39,7 +39,10 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_hub", "process_group")
-def test_python_blocks_run_in_order_and_print_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_blocks_run_in_order_and_print_what_it_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # they write files
     assert len(BLOCKS) >= 6
     namespace: dict[str, Any] = {}
     for block in BLOCKS:

@@ -8,6 +8,7 @@
 Everything else about the model stays as it was: class, methods, hooks, parameters, ``state_dict`` keys, the forward.
 """
 
+from .audit import audit
 from .errors import AddressError, CaptureError, OperatorError, SurgeryError, VerificationError
 from .heads import DomainHead, attach_head
 from .operators import (
@@ -26,15 +27,18 @@ from .operators import (
     stop_gradient,
     straight_through,
 )
+from .report import Audit
 from .review import disabled, graph, operations, remove, sites
 from .schedule import GRLScheduler
 from .surgery import insert, insert_grl, insert_scale_gradient, insert_stop_gradient, insert_transform
 from .tables import Operation, Site
+from .verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AddressError",
+    "Audit",
     "CaptureError",
     "DetachedTransform",
     "DomainHead",
@@ -52,6 +56,7 @@ __all__ = [
     "VerificationError",
     "__version__",
     "attach_head",
+    "audit",
     "detached_transform",
     "disabled",
     "frozen_transform",
@@ -69,4 +74,5 @@ __all__ = [
     "sites",
     "stop_gradient",
     "straight_through",
+    "verify",
 ]

@@ -5,7 +5,7 @@ A name that is missing in another version of torch gets the safe answer, which e
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
@@ -23,8 +24,10 @@ __all__ = [
     "is_overlay",
     "is_transformed",
     "pytree_node",
+    "quiet_accumulation",
     "replaced_parameters",
     "saved_tensors_hooks",
+    "without_wrappers",
     "wrapped_attribute",
 ]
 
@@ -148,6 +151,33 @@ def wrapped_attribute(module: object) -> str | None:
         if (attribute := _WRAPPERS.get(cls.__name__)) is not None and cls.__module__.startswith("torch."):
             return attribute
     return None
+
+
+def without_wrappers(name: str) -> str:
+    """The name of a parameter without the attributes of wrappers that lie on the way."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS.values())
+
+
+def in_backward() -> bool:
+    """Whether a backward is running on this thread; the safe answer is no: a recomputation then counts as a call."""
+    graph_task: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return graph_task is not None and graph_task() != -1
+
+
+@contextlib.contextmanager
+def quiet_accumulation(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Context manager in which no hook runs when a gradient has arrived: an optimizer may be stepping there.
+
+    Where torch has no such hooks under this name they run, which is what they do in any backward.
+    """
+    held = [(hooks, dict(hooks)) for leaf in leaves if (hooks := getattr(leaf, "_post_accumulate_grad_hooks", None))]
+    try:
+        for hooks, _ in held:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, kept in held:
+            hooks.update(kept)
 
 
 def is_asked_by_distributed() -> bool:

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -93,6 +95,9 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     patched = patched_forward(base, patch)
     edits = tuple(_edit(form.where, method(k)) for k, form in enumerate(forms) if form.where.kind in ("op", "edge"))
     body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
+    copied = dict.fromkeys(["forward", *(name for name in body if not name.startswith("_gs_"))])
+    functions = [(name, inspect.getattr_static(base, name, None)) for name in copied]
+    kept = tuple((name, held) for name, held in functions if isinstance(held, types.FunctionType))
     forward = body.get("forward") or patched or as_method(base)
     inputs = [method(k) for k, form in enumerate(forms) if form.where.kind == "input"]
     outputs = [method(k) for k, form in enumerate(forms) if form.where.kind == "output"]
@@ -153,6 +158,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
         "__setstate__": __setstate__,
         "_gs_base": base,
     }
+    body["_gs_written"] = kept
     try:
         cls = _extended(base, body)
     except TypeError as error:

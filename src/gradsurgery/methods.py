@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import operators
 from .capture import sealed
 from .capture.code import compile_function
+from .capture.versions import note_version, refuse_other_version, version
 from .errors import OperatorError
 from .operators.values import map_tensors
 from .place import Form, Graft
@@ -166,44 +167,58 @@ def head_methods(forms: Sequence[Form]) -> dict[str, Any]:
     return body | {sealed.ARM: _compiled(arming, sealed.ARM), sealed.ADD_HEADS: _compiled(adding, sealed.ADD_HEADS)}
 
 
-def count_changes(self, received: Tensor) -> int:  # type: ignore[no-untyped-def]
-    """Before the kept forward, where what it receives was operated on."""
+def count_changes(self, received: Tensor, given: Tensor) -> int:  # type: ignore[no-untyped-def]
+    """Before the kept forward, where what it is ``given`` was operated on and that is what it has ``received``."""
     if torch.jit.is_scripting():
         return 0
     else:  # TorchScript leaves the other branch out only of an if that has one
-        return _changes(received)
+        return sum(map(_noted, _copies(received, given)))
 
 
-def refuse_changes(self, received: Tensor, before: int) -> int:  # type: ignore[no-untyped-def]
+def refuse_changes(self, received: Tensor, given: Tensor, before: int) -> int:  # type: ignore[no-untyped-def]
     """After it: a forward that works in place would have changed the operated copy alone."""
     if torch.jit.is_scripting():
         return 0
     else:
-        return _refuse_changes(self, received, before)
+        return _refuse_changes(self, received, given, before)
 
 
-def _changes(received: Any) -> int:
-    """How often the tensors that were operated on have been changed in place, where torch counts it."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return 0
-    counts: list[int] = []
+def _copies(received: Any, given: Any) -> list[Tensor]:
+    """The tensors that an operator put in the place of others; without gradients it makes no copies."""
+    if not torch.is_grad_enabled():
+        return []
+    originals, now = _tensors(given), _tensors(received)
+    return [tensor for tensor in now if not any(tensor is one for one in originals)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
 
     def note(tensor: Any) -> Any:
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            counts.append(tensor._version)
+        if isinstance(tensor, Tensor):
+            found.append(tensor)
         return tensor
 
-    map_tensors(note, received)
-    return sum(counts)
+    map_tensors(note, value)
+    return found
 
 
-def _refuse_changes(module: nn.Module, received: Any, before: int) -> int:
-    if _changes(received) != before:
-        raise OperatorError(
-            f"the input of this {type(module).__name__} was to be operated on, but it changes what it receives in "
-            "place: it would change the operated copy, and not the value that its caller may still read. Operate on "
-            "the output of the module that makes the value, or make this one work out of place (inplace=False)."
-        )
+def _noted(tensor: Tensor) -> int:
+    note_version(tensor, "received")
+    return version(tensor)
+
+
+def _refuse_changes(module: nn.Module, received: Any, given: Any, before: int) -> int:
+    message = (
+        f"the input of this {type(module).__name__} was to be operated on, but it changes what it receives in "
+        "place: it would change the operated copy, and not the value that its caller may still read. Operate on "
+        "the output of the module that makes the value, or make this one work out of place (inplace=False)."
+    )
+    copies = _copies(received, given)
+    for tensor in copies:
+        refuse_other_version(tensor, "received", message)
+    if sum(map(version, copies)) != before:
+        raise OperatorError(message)
     return before
 
 

@@ -12,6 +12,7 @@ from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
 from .operators.values import map_tensors
+from .passed_by import refuse_dropped, refuse_other_forward
 
 __all__ = ["Form", "Graft", "Place", "Target"]
 
@@ -89,6 +90,13 @@ class Place:
             return self._operator
         return module._modules[self.child]  # type: ignore[return-value]  # a tool may have replaced it: take what runs
 
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        """Put another operator in the place of the one that is there."""
+        if self.child is None:
+            self._operator = operator
+        else:
+            module._modules[self.child] = operator
+
     def form(self, module: nn.Module) -> Form:
         """What the code of a generated class depends on."""
         return Form(self.where, self.child, type(self.operator(module)))
@@ -109,15 +117,19 @@ class Place:
         """Operate on every floating tensor of a value, or of the element of it that the place names."""
         if self.where.kind in ("op", "edge") and not holds_tensor(value):
             return value  # the same expression on plain numbers, as in H + 1, is not the op that was named
-        call, element = self._call(module), self.where.element
-        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
-            result = call(value)
-        elif element:
-            result = replace_element(value, element, lambda part: self._each(module, call, part))
-        else:
-            result = self._each(module, call, value)
+        result = self._operated(module, value)
+        if self.where.kind == "output" and getattr(module, "inplace", False) is True:
+            result = refuse_dropped(module, value, result)
         self._count()
         return result
+
+    def _operated(self, module: nn.Module, value: Any) -> Any:
+        call, element = self._call(module), self.where.element
+        if isinstance(value, Tensor) and not element and (value.is_floating_point() or value.is_complex()):
+            return call(value)
+        if element:
+            return replace_element(value, element, lambda part: self._each(module, call, part))
+        return self._each(module, call, value)
 
     def run_received(
         self, module: nn.Module, received: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
@@ -147,6 +159,7 @@ class Place:
             self.runs += 1
 
     def _call(self, module: nn.Module) -> Callable[[Any], Any]:
+        refuse_other_forward(module)
         operator = self.operator(module)
         # forward, not __call__: a tracer would look for an operator that is no child of anything.
         return operator.forward if self.child is None else operator

@@ -11,10 +11,12 @@ from .edit import Insertion, commit, withdraw
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Arguments, Example, ops_on, read_example, run_on
 from .ledger import record
+from .methods import is_plain
 from .operators import (
     DetachedTransform,
     FrozenTransform,
     GradientReversal,
+    MapGradient,
     ScaleGradient,
     StopGradient,
     StraightThrough,
@@ -222,6 +224,7 @@ def _operate(
     check_operator(operator, model)
     targets = resolve(root, at, side, ops_on(root, arguments))
     expect_places(targets, expect, at)
+    _refuse_fused(root, targets, operator)
     if not inplace:
         if model is not root:
             raise SurgeryError(
@@ -284,3 +287,21 @@ def _check_that_all_run(
             f"{', '.join(map(repr, idle))} never ran in the forward on the example, so an operator there would do "
             "nothing. gs.sites(model, example=...) lists what runs."
         )
+
+
+def _refuse_fused(root: nn.Module, targets: list[Target], operator: nn.Module) -> None:
+    """Refuse a change of values where ``nn.TransformerEncoderLayer`` computes with weights alone: in evaluation."""
+    if is_plain(operator) or isinstance(operator, MapGradient) or not torch.backends.mha.get_fastpath_enabled():
+        return
+    for layer in root.modules():
+        if not isinstance(layer, nn.TransformerEncoderLayer):
+            continue
+        inside = {id(module) for module in layer.modules()} - {id(layer)}
+        for target in targets:
+            if id(target.module) in inside or (target.module is layer and target.where.kind in ("op", "edge")):
+                raise SurgeryError(
+                    f"a {type(operator).__name__} was to be inserted at {target.address!r}, inside of an "
+                    "nn.TransformerEncoderLayer, which in evaluation computes with the weights of its children and "
+                    "calls none of them: the operator would be passed by. Switch that off first with "
+                    "torch.backends.mha.set_fastpath_enabled(False), or operate on the output of the layer."
+                )

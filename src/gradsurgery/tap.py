@@ -39,6 +39,10 @@ class Tap(nn.Module):
             kept.append((value, torch.is_grad_enabled()))
         return value
 
+    def disarm(self) -> None:
+        """Let go of what was kept: the forward raised before it was taken."""
+        self._armed.pop(_thread(), None)
+
     def take(self) -> Any:
         """The value that passed since the tap was armed, which it no longer is.
 
@@ -134,6 +138,9 @@ class HeadPlace(Place):
 
     def live(self) -> nn.Module | None:
         return self.branch
+
+    def put(self, module: nn.Module, operator: nn.Module) -> None:
+        self.branch = operator
 
     def held(self) -> list[nn.Module]:
         return [self.tap, *([self.branch] if self.branch is not None else [])]

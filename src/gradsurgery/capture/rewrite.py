@@ -148,6 +148,7 @@ def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
     units = list(body.units.values())
     touched = _upstream(units, {unit for unit in units if orders.nodes(unit)})
     counted = _upstream(units, {unit for unit, _ in orders.slots})
+    entered = {reach.unit for unit in units for reach in unit.reaches.values()}  # the root too, where it calls itself
     namespace: dict[str, Callable[..., Any]] = {}
     for unit in units:
         if unit not in touched:
@@ -160,7 +161,7 @@ def write(body: Anatomy, orders: Orders) -> dict[str, Callable[..., Any]]:
         if unit not in counted or unit.public:
             outer: Counting = "outer" if unit in counted else "none"
             namespace[unit.key] = _function(unit, orders, touched, counted, outer)
-        if unit in counted and unit is not body.root:
+        if unit in counted & entered:
             namespace[inner_key(unit)] = _function(unit, orders, touched, counted, "inner")
     return namespace
 

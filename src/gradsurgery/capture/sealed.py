@@ -93,12 +93,13 @@ def _mirror(
     ]
     if heads:
         graph.call_method(ARM, (module,))
+    given = received
     for method in inputs:
         received = [graph.call_method(method, (module, *received))]
-    before = graph.call_method(COUNT_CHANGES, (module, *received)) if inputs else None
+    before = graph.call_method(COUNT_CHANGES, (module, *received, *given)) if inputs else None
     value = graph.call_method(KEPT, (module, *received))
     if inputs:
-        graph.call_method(REFUSE_CHANGES, (module, *received, before))
+        graph.call_method(REFUSE_CHANGES, (module, *received, *given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     if heads:
@@ -113,12 +114,13 @@ def _splat(inputs: Sequence[str], outputs: Sequence[str], heads: bool) -> torch.
     received: Any = (graph.placeholder("*args"), graph.placeholder("**kwargs"))
     if heads:
         graph.call_method(ARM, (module,))
+    given = received
     for method in inputs:
         received = graph.call_method(method, (module, received))
-    before = graph.call_method(COUNT_CHANGES, (module, received)) if inputs else None
+    before = graph.call_method(COUNT_CHANGES, (module, received, given)) if inputs else None
     value = graph.call_function(call_kept, (module, received))
     if inputs:
-        graph.call_method(REFUSE_CHANGES, (module, received, before))
+        graph.call_method(REFUSE_CHANGES, (module, received, given, before))
     for method in outputs:
         value = graph.call_method(method, (module, value))
     if heads:
