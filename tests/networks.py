@@ -102,7 +102,8 @@ class Body:
     def reads(self, index: int) -> bool:
         """Whether anything reads what this line sets."""
         later = [line.text for line in self.lines[index + 1 :]]
-        return any(self.lines[index].target in text for text in [*later, *self.returned])
+        returned = self.returned[:1] if self.kind == "one" else self.returned
+        return any(self.lines[index].target in text for text in [*later, *returned])
 
     def address(self, index: int, owner: str, bare: bool) -> str:
         """The address of the op in this line; without a call index where ``bare`` and it is the only one."""

@@ -1,8 +1,6 @@
 """Models in use: compiled, wrapped and sharded ones are operated on between two steps; others are refused."""
 
 import copy
-import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,31 +204,28 @@ def test_a_twin_of_a_wrapped_model_is_refused(name: str) -> None:
         gs.insert_grl(WRAPPED[name](seeded()), "stem", inplace=False)
 
 
-def two(rank: int, port: int) -> None:
+def two(rank: int, store: str) -> None:
     """One of two processes, each with its own half of the batch."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
-        for wrap in (DistributedDataParallel, sharded):
-            plain, model = wrap(seeded()), wrap(seeded())
-            for _ in range(2):
-                gs.insert_grl(model, "blocks", 0.5)
-                assert factors(plain, model, x) == expected(-0.5, "blocks.1.norm")
-                gs.operations(model)[0].operator.lambd = 2.0
-                assert factors(plain, model, x) == expected(-2.0, "blocks.1.norm")
-                gs.remove(model)
-                assert factors(plain, model, x) == expected(1.0, "stem")
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank))
+    for wrap in (DistributedDataParallel, sharded):
+        plain, model = wrap(seeded()), wrap(seeded())
+        for _ in range(2):
+            gs.insert_grl(model, "blocks", 0.5)
+            assert factors(plain, model, x) == expected(-0.5, "blocks.1.norm")
+            gs.operations(model)[0].operator.lambd = 2.0
+            assert factors(plain, model, x) == expected(-2.0, "blocks.1.norm")
+            gs.remove(model)
+            assert factors(plain, model, x) == expected(1.0, "stem")
+        del plain, model
+    # Together: a process that ends while the other still sends to it is aborted by gloo.
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def test_two_processes() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(two, (port,), nprocs=2)
+def test_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(two, (str(tmp_path / "store"),), nprocs=2)
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ import sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"timm", "torchvision", "transformers", "numpy", "sklearn", "rich", "matplotlib", "pandas"}:
+        blocked = "timm torchvision transformers numpy sklearn rich matplotlib pandas".split()
+        if name.partition(".")[0] in blocked:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Refuse())
