@@ -6,6 +6,7 @@ The net of most: ``lin([[2.]]) -> lin([[3.]])`` without bias, input 1, loss = ou
 
 import io
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -53,6 +54,34 @@ def test_b01_a_module_with_a_method_called_backward() -> None:
     assert gradients(net(NoOp())) == [3.0, 2.0]
     assert gradients(gs.insert_grl(net(NoOp()), "1", lambd=0.5)) == [-1.5, 2.0]
     assert gradients(net(gs.GradientReversal(0.5))) == [-1.5, 2.0]
+
+
+class Legacy(torch.autograd.Function):
+    """A reversal from the time before static methods, which torch raises on."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    def backward(self, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+def test_b02_an_old_style_function_stays_loud_and_is_not_needed() -> None:
+    class Model(nn.Module):
+        def __init__(self, reverse: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.first, self.reverse, self.last = linear(2.0), reverse, linear(3.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.reverse(self.first(x)))
+
+    for model in (Model(lambda x: Legacy()(x)), gs.insert_grl(Model(lambda x: Legacy()(x)), "first")):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a Function should not be instantiated
+            with pytest.raises(RuntimeError, match="Legacy autograd function"):
+                model(ONE)
+    assert gradients(Model(lambda x: gs.reverse_gradient(x, 0.5))) == [-1.5, 2.0]
+    assert gradients(gs.insert_grl(Model(lambda x: x), "first", lambd=0.5)) == [-1.5, 2.0]
 
 
 def test_b03_b04_the_function_on_a_fresh_tensor_and_on_its_input() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 from core_helpers import assert_untouched, snapshot
 from timm.layers import convert_splitbn_model, freeze_batch_norm_2d
 from torch import Tensor, nn
@@ -49,6 +50,8 @@ def test_a_replaced_module_loses_its_operator_and_the_model_says_so(name: str) -
     assert rows(model) == [(address, None) for address in ("conv", at)]
     model = tool(model)
     assert rows(model) == [("conv", None), (at, "GradientReversal")]
+    with pytest.raises(gs.VerificationError, match=f"the GradientReversal at '{at}' was inserted and is lost"):
+        gs.verify(model, torch.randn(2, 1, 3, 3))
     lost = gs.operations(model)[1]
     assert lost.operator is None
     assert "lost: the GradientReversal went with the module" in str(gs.operations(model))

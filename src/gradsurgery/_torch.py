@@ -183,18 +183,13 @@ def quiet_accumulation(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 def is_asked_by_distributed() -> bool:
     """Whether the caller of the generator that asks, or the one before, is code of ``torch.distributed``.
 
-    ``fully_shard`` finds the modules whose parameters it takes in by their ``children()``: there is no other sign.
+    ``fully_shard`` finds the modules whose parameters it takes in by their ``children()``; nothing else tells.
     """
     if torch.compiler.is_compiling():
         return False
-    frame: Any = sys._getframe(2)
-    for _ in range(2):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed."):
-            return True
-        frame = frame.f_back
-    return False
+    frame = sys._getframe(2)
+    callers = [frame] if frame.f_back is None else [frame, frame.f_back]
+    return any(caller.f_globals.get("__name__", "").startswith("torch.distributed.") for caller in callers)
 
 
 def is_fsdp2(module: nn.Module) -> bool:

@@ -43,12 +43,14 @@ def commit(insertions: Sequence[Insertion]) -> list[tuple[nn.Module, Place]]:
             if isinstance(module, GraphModule):
                 for insertion in group:
                     place = insert_node(insertion.target, insertion.operator)
+                    place.address = insertion.target.address
                     done.append((module, place))
                 continue
             old = _places(module)
             new: list[Place] = []
             for insertion in group:
                 new.append(_place(module, insertion))
+                new[-1].address = insertion.target.address
                 done.append((module, new[-1]))
             regraft(module, [*old, *new])
     except BaseException:

@@ -16,6 +16,7 @@ from . import address as grammar
 from ._torch import is_overlay
 from .address import Address, Where
 from .errors import AddressError, CaptureError, OperatorError, closest
+from .operators.modules import refuse_unscriptable
 from .place import Place, Target
 from .wrappers import HOLDER
 
@@ -47,6 +48,7 @@ class NodePlace(nn.Module):
             return self.place.run(self, value)
 
     def __prepare_scriptable__(self) -> "NodePlace":
+        refuse_unscriptable(self.operator, self.place.address)
         if self.place.where.element:
             raise OperatorError(
                 f"torch.jit.script was asked for the operator at {self.place.where.text(self.place.inner)!r}, which "

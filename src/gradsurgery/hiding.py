@@ -16,6 +16,7 @@ from torch import nn
 
 from ._torch import is_asked_by_distributed
 from .errors import SurgeryError
+from .operators.modules import refuse_unscriptable
 
 __all__ = ["hiding", "refuse_walks"]
 
@@ -79,7 +80,16 @@ def hiding(base: Any) -> dict[str, Callable[..., Any]]:
             operator.train(mode)
         return base.train(self, mode)
 
+    def __prepare_scriptable__(self: nn.Module) -> nn.Module:
+        graft = self.__dict__.get("_gs_graft")
+        for place in graft.places if graft is not None else ():
+            if place.child is not None:
+                refuse_unscriptable(place.operator(self), place.address)
+        prepare = getattr(base, "__prepare_scriptable__", None)
+        return self if prepare is None else prepare(self)
+
     body: dict[str, Callable[..., Any]] = {
+        "__prepare_scriptable__": __prepare_scriptable__,
         "named_children": named_children,
         "_apply": _apply,
         "apply": apply,

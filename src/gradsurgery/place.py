@@ -80,6 +80,7 @@ class Place:
         self.hops = hops
         self.runs = 0
         self.withdrawn = False  # taken away on purpose, not lost
+        self.address: str | None = None  # where it was inserted, for a message
         self._operator = operator
 
     def operator(self, module: nn.Module) -> nn.Module:

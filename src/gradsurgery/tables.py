@@ -30,14 +30,8 @@ class Operation:
     """
 
     titles: ClassVar = ("address", "side", "operator", "runs")
-    __slots__ = (
-        "_module",
-        "_place",
-        "address",
-        "head",
-        "lost",
-        "side",
-    )  # operation.lambd = 1 would do nothing in silence
+    # operation.lambd = 1 would do nothing in silence
+    __slots__ = ("_module", "_place", "address", "head", "lost", "side")
 
     def __init__(self, address: str, module: nn.Module | None, place: Place, lost: str | None = None) -> None:
         self.address = address

@@ -8,6 +8,7 @@ from torch import nn
 from .audit import Measured, measure
 from .compare import SHARES, difference, factor_of, has
 from .errors import CaptureError, VerificationError
+from .ledger import lost_places
 from .measure import Loss, Step
 from .operators import DetachedTransform, FrozenTransform, MapGradient, ScaleGradient, StopGradient, StraightThrough
 from .progress import Progress
@@ -47,9 +48,15 @@ def verify(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any
         **kwargs: what its forward takes by name.
 
     Raises:
-        VerificationError: where a promise does not hold, or a place did not run.
+        VerificationError: where a promise does not hold, a place did not run, or another tool has lost an operator.
         SurgeryError: as in :func:`audit`.
     """
+    lost = [f"the {operator} at {place.where.text(path)!r}" for path, place, operator in lost_places(bare(model))]
+    if lost:
+        raise VerificationError(
+            f"{', '.join(lost)} was inserted and is lost: another tool has replaced the module that it was on. "
+            "Insert it again, after that tool; or drop it from the list with gs.remove(model, at)."
+        )
     steps = 2 + len(SHARES) + 2 * len(held_places(bare(model)))
     with Progress("verify", steps) as progress:
         measured = measure(model, args, kwargs, loss, progress)

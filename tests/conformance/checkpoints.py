@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .nets import Make, Part, Patient, linear
-from .outcome import NotApplicable, Outcome, gradients, loss_of, step
+from .outcome import NotApplicableError, Outcome, gradients, loss_of, step
 from .tools import eager, tool
 
 CHECKPOINTS = "Checkpointing and hooks"
@@ -57,7 +57,7 @@ def _inside(reentrant: bool) -> Callable[[Patient, Tensor], Outcome]:
 
     def run(patient: Patient, x: Tensor) -> Outcome:
         if patient.place == "GraphModule":
-            raise NotApplicable("a trace of fx removes checkpoints")
+            raise NotApplicableError("a trace of fx removes checkpoints")
         make: Make = functools.partial(Checkpointed, reentrant=reentrant)
         found = step(patient.of(make).operated(), x)
         return {name.replace(".inner", ""): value for name, value in found.items()}
@@ -82,7 +82,7 @@ def _module_checkpoint(model: nn.Module, reentrant: bool) -> nn.Module:
 @tool(CHECKPOINTS, "children called through checkpoint")
 def wrapped(patient: Patient, x: Tensor) -> Outcome:
     if patient.place == "GraphModule":
-        raise NotApplicable("a trace of fx has dissolved the children")
+        raise NotApplicableError("a trace of fx has dissolved the children")
     return step(_module_checkpoint(patient.operated(), False), x)
 
 
@@ -91,7 +91,7 @@ def checkpoint_wrapper(patient: Patient, x: Tensor) -> Outcome:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
     if patient.place == "GraphModule":
-        raise NotApplicable("a trace of fx has dissolved the children")
+        raise NotApplicableError("a trace of fx has dissolved the children")
     model = patient.operated()
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear))
     return step(model, x)
@@ -147,7 +147,7 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 def _hooked(name: str, before: bool) -> Callable[[Patient, Tensor], Outcome]:
     def run(patient: Patient, x: Tensor) -> Outcome:
         if before and patient.is_layer:
-            raise NotApplicable("a layer is not inserted")
+            raise NotApplicableError("a layer is not inserted")
         model = patient.bare() if before else patient.operated()
         calls: list[str] = []
         hooked = [child for child in model.modules() if not list(child.children()) or child is model]

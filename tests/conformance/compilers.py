@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import gradsurgery as gs
 
 from .nets import HAND, ByHand, Patient
-from .outcome import NotApplicable, Outcome, assert_right, step
+from .outcome import NotApplicableError, Outcome, assert_right, step
 from .tools import eager, tool
 
 COMPILERS = "torch.compile"
@@ -69,7 +69,7 @@ def coefficients(patient: Patient, x: Tensor) -> Outcome:
     torch._dynamo.reset()
     attribute = {"GradientReversal": "lambd", "ScaleGradient": "scale"}.get(patient.operator)
     if attribute is None:
-        raise NotApplicable("there is no coefficient")
+        raise NotApplicableError("there is no coefficient")
     model = patient.operated()
     operator = patient.live(model)
     before = getattr(operator, attribute)
@@ -118,7 +118,7 @@ def _live(backend: str) -> Callable[[Patient, Tensor], Outcome]:
 
     def run(patient: Patient, x: Tensor) -> Outcome:
         if patient.is_layer:
-            raise NotApplicable("a layer is not inserted")
+            raise NotApplicableError("a layer is not inserted")
         torch._dynamo.reset()
         model = patient.bare()
         compiled: Any = torch.compile(model, backend=backend, fullgraph=True)

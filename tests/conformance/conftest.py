@@ -13,13 +13,15 @@ BEGUN: pytest.StashKey[float] = pytest.StashKey()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="every cell of the conformance matrix; writes its page")
 
+    parser.addoption("--minutes", type=float, default=float("inf"), help="leave out what is not begun by then")
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         from .matrix import chosen_cells, every_cell
 
         whole = metafunc.config.getoption("--whole", default=False)
-        metafunc.parametrize("cell", list(every_cell() if whole else chosen_cells()), ids=str)
+        metafunc.parametrize("cell", every_cell() if whole else list(chosen_cells()), ids=str)
 
 
 @pytest.fixture
@@ -27,6 +29,12 @@ def verdicts(request: pytest.FixtureRequest) -> dict[object, object]:
     """What the cells of this run turned out to be."""
     request.config.stash.setdefault(BEGUN, time.monotonic())
     return request.config.stash.setdefault(VERDICTS, {})
+
+
+@pytest.fixture
+def in_time(request: pytest.FixtureRequest, verdicts: object) -> bool:
+    minutes: float = request.config.getoption("--minutes", default=float("inf"))
+    return time.monotonic() - request.config.stash[BEGUN] < 60 * minutes
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -11,7 +11,7 @@ from torch.fx import symbolic_trace
 from torch.optim.swa_utils import AveragedModel
 
 from .nets import Patient
-from .outcome import NotApplicable, Outcome, step
+from .outcome import NotApplicableError, Outcome, step
 from .tools import tool
 
 COPIES = "Copies and traces"
@@ -103,7 +103,7 @@ def plain_state(patient: Patient, x: Tensor) -> Outcome:
     model = patient.operated()
     own = set(model.state_dict()) - set(patient.bare().state_dict())
     if own:
-        raise NotApplicable("the transform has state of its own, which the untouched model lacks")
+        raise NotApplicableError("the transform has state of its own, which the untouched model lacks")
     _emptied(model).load_state_dict(patient.bare().state_dict(), strict=True)
     return step(model, x)
 
@@ -128,7 +128,7 @@ def averaged(patient: Patient, x: Tensor) -> Outcome:
 @tool(COPIES, "shared twin (inplace=False)")
 def twin(patient: Patient, x: Tensor) -> Outcome:
     if patient.is_layer:
-        raise NotApplicable("a layer is not inserted")
+        raise NotApplicableError("a layer is not inserted")
     import gradsurgery as gs
 
     model = gs.insert_scale_gradient(patient.operated(), "head", 1.0, inplace=False)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from .nets import Patient, linear
-from .outcome import NAMES, NotApplicable, NotRun, Outcome, step
+from .outcome import NAMES, NotApplicableError, NotRunError, Outcome, step
 from .tools import eager, tool
 
 ECOSYSTEM = "Ecosystem"
@@ -33,7 +33,7 @@ def _renamed(found: Outcome, old: str) -> Outcome:
 def _parametrised(before: bool) -> Callable[[Patient, Tensor], Outcome]:
     def run(patient: Patient, x: Tensor) -> Outcome:
         if before and (patient.is_layer or patient.place == "GraphModule"):
-            raise NotApplicable("the same as after surgery")
+            raise NotApplicableError("the same as after surgery")
         model = patient.bare() if before else patient.operated()
         for _, layer in _layers(model):
             parametrize.register_parametrization(layer, "weight", Doubled())
@@ -93,7 +93,7 @@ def pruned_for_good(patient: Patient, x: Tensor) -> Outcome:
     return step(model, x)
 
 
-# --- adapters ------------------------------------------------------------------------------------------------------------
+# --- adapters --------------------------------------------------------------------------------------------------------
 
 
 class Lora(nn.Module):
@@ -122,9 +122,9 @@ def peft_lora(patient: Patient, x: Tensor) -> Outcome:
     try:
         import peft
     except ImportError:
-        raise NotRun("peft is not installed") from None
+        raise NotRunError("peft is not installed") from None
     if patient.place == "GraphModule":
-        raise NotApplicable("PEFT addresses modules that a trace has dissolved")
+        raise NotApplicableError("PEFT addresses modules that a trace has dissolved")
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=[r"fc"], r=1, lora_alpha=1, init_lora_weights=False)
     model = peft.get_peft_model(patient.operated(), config)
@@ -135,7 +135,7 @@ def peft_lora(patient: Patient, x: Tensor) -> Outcome:
     return {name.replace("base_model.model.", "").replace(".base_layer", ""): value for name, value in found.items()}
 
 
-# --- quantisation --------------------------------------------------------------------------------------------------------
+# --- quantisation ----------------------------------------------------------------------------------------------------
 
 
 class Int8(nn.Module):
@@ -163,7 +163,7 @@ def torchao_int8(patient: Patient, x: Tensor) -> Outcome:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
-        raise NotRun("torchao is not installed") from None
+        raise NotRunError("torchao is not installed") from None
     model = patient.operated()
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda m, name: name in ("seq.0", "enc", "head"))
     x = x.clone().requires_grad_()
@@ -180,16 +180,15 @@ def quantize_dynamic(patient: Patient, x: Tensor) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if patient.place in ("input side", "root") or patient.place == "GraphModule":
-            raise NotApplicable("the layer that is replaced is the place: see the tests of what is lost")
+            raise NotApplicableError("the layer that is replaced is the place: see the tests of what is lost")
         model = copy.deepcopy(patient.operated()).eval()
-        torch.ao.quantization.quantize_dynamic(
-            model, {"head": torch.ao.quantization.default_dynamic_qconfig}, inplace=True
-        )
+        to_int8 = {"head": torch.ao.quantization.default_dynamic_qconfig}
+        torch.ao.quantization.quantize_dynamic(model, to_int8, inplace=True)
         with torch.no_grad():
             return {"output": model(x)}
 
 
-# --- trainers ------------------------------------------------------------------------------------------------------------
+# --- trainers --------------------------------------------------------------------------------------------------------
 
 
 @tool(ECOSYSTEM, "accelerate")
@@ -197,7 +196,7 @@ def accelerated(patient: Patient, x: Tensor) -> Outcome:
     try:
         from accelerate import Accelerator
     except ImportError:
-        raise NotRun("accelerate is not installed") from None
+        raise NotRunError("accelerate is not installed") from None
     accelerator = Accelerator(cpu=True)
     model = patient.operated()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -215,7 +214,7 @@ def accelerate_hooks(patient: Patient, x: Tensor) -> Outcome:
     try:
         from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
     except ImportError:
-        raise NotRun("accelerate is not installed") from None
+        raise NotRunError("accelerate is not installed") from None
     model = patient.operated()
     for child in list(model.children()):
         add_hook_to_module(child, ModelHook())
@@ -236,7 +235,7 @@ def lightning_module(patient: Patient, x: Tensor) -> Outcome:
     try:
         import lightning
     except ImportError:
-        raise NotRun("lightning is not installed") from None
+        raise NotRunError("lightning is not installed") from None
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -254,7 +253,7 @@ def lightning_module(patient: Patient, x: Tensor) -> Outcome:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     if patient.place == "root" and patient.operator in ("StopGradient", "DetachedTransform"):
-        raise NotApplicable("the loss has no gradient to begin with")
+        raise NotApplicableError("the loss has no gradient to begin with")
     found: Outcome = {}
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = lightning.Trainer(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .compilers import _through_sizes
 from .nets import Patient
-from .outcome import NotApplicable, NotRun, Outcome, step
+from .outcome import NotApplicableError, NotRunError, Outcome, step
 from .tools import Handwritten, tool
 
 EXPORT = "torch.export"
@@ -68,7 +68,7 @@ def decomposed(patient: Patient, x: Tensor) -> Outcome:
 @tool(EXPORT, "export, unflatten", cost="dear")
 def unflattened(patient: Patient, x: Tensor) -> Outcome:
     if patient.place == "GraphModule":
-        raise NotApplicable("torch cannot unflatten the program of an untouched GraphModule either")
+        raise NotApplicableError("torch cannot unflatten the program of an untouched GraphModule either")
     return step(torch.export.unflatten(_program(patient, x)), x)
 
 
@@ -84,7 +84,7 @@ def _onnx(patient: Patient, x: Tensor, dynamo: bool) -> Outcome:
         import onnx
         import onnxruntime
     except ImportError as error:
-        raise NotRun(f"{error.name} is not installed") from None
+        raise NotRunError(f"{error.name} is not installed") from None
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     found: list[tuple[list[str], Tensor]] = []
     keeps = patient.operator in ("GradientReversal", "ScaleGradient", "StopGradient", "MapGradient")

@@ -28,11 +28,11 @@ for _family in FAMILIES:
     importlib.import_module(f"{__package__}.{_family}")
 
 
-def every_cell() -> Iterator[Cell]:
-    for tool in TOOLS:
-        for operator in OPERATORS:
-            for place in PLACES:
-                yield Cell(tool, operator, place)
+def every_cell() -> list[Cell]:
+    """The cheap ones first, then those of the slice, then the rest."""
+    chosen = set(chosen_cells())
+    cells = [Cell(tool, operator, place) for tool in TOOLS for operator in OPERATORS for place in PLACES]
+    return sorted(cells, key=lambda cell: 0 if TOOLS[cell.tool].cost == "cheap" else 1 if cell in chosen else 2)
 
 
 def chosen_cells() -> Iterator[Cell]:
@@ -45,7 +45,7 @@ def chosen_cells() -> Iterator[Cell]:
             yield Cell(name, operator, places[(3 * t + k) % len(places)])
 
 
-# --- the page -----------------------------------------------------------------------------------------------------------
+# --- the page --------------------------------------------------------------------------------------------------------
 
 NOT_RUN = {
     "CUDA": "no GPU was at hand",
@@ -54,7 +54,7 @@ NOT_RUN = {
     "a coefficient changed under graph replay": "no GPU was at hand",
     "two streams": "no GPU was at hand",
 }
-MARKS = {"right": "✓", "refused": "r", "wrong": "WRONG", "not applicable": "–", "not run": "?"}
+MARKS = {"right": "✓", "refused": "r", "wrong": "WRONG", "not applicable": ".", "not run": "?"}
 PACKAGES = ("timm", "onnx", "onnxruntime", "onnxscript", "torchao", "peft", "accelerate", "lightning")
 
 
@@ -70,7 +70,7 @@ def _marks(tool: str, operator: str, verdicts: Mapping[Cell, Verdict]) -> str:
     kinds = [verdicts[cell].kind for cell in cells]
     refusals = [REFUSALS.index(found) + 1 if (found := refusal_of(cell)) else 0 for cell in cells]
     marks = [f"r{number}" if kind == "refused" else MARKS[kind] for kind, number in zip(kinds, refusals, strict=True)]
-    said = [mark for mark in marks if mark != "–"] or ["–"]
+    said = [mark for mark in marks if mark != "."] or ["."]
     return said[0] if len(set(said)) == 1 else " ".join(marks)
 
 
@@ -82,8 +82,8 @@ def page(verdicts: Mapping[Cell, Verdict], minutes: float) -> str:
     lines = [
         "# The conformance matrix",
         "",
-        "Every operator at every kind of place under every tool. A cell compares the output and every gradient, bit for "
-        "bit, with the same net whose operator is written into its source by hand. Written by "
+        "Every operator at every kind of place under every tool. A cell compares the output and every gradient, bit "
+        "for bit, with the same net whose operator is written into its source by hand. Written by "
         "`python -m pytest tests/conformance --whole`; do not edit.",
         "",
         f"Python {platform.python_version()}, torch {torch.__version__}, gradsurgery {gs.__version__}, {versions}; "
@@ -93,7 +93,7 @@ def page(verdicts: Mapping[Cell, Verdict], minutes: float) -> str:
         f"{count['not applicable']} not applicable, {count['not run']} not run.** Of the {judged} cells that ran, "
         f"{count['right'] / max(judged, 1):.1%} are right.",
         "",
-        "✓ right at every place that applies; r refused, with the reason below by its number; – not applicable; ? not "
+        "✓ right at every place that applies; r refused, with the reason below by its number; . not applicable; ? not "
         "run. Where the places differ, there is a mark for each, in this order: " + ", ".join(PLACES) + ".",
     ]
     for family in dict.fromkeys(tool.family for tool in TOOLS.values()):

@@ -12,11 +12,11 @@ Outcome = dict[str, Any]
 NAMES = ("enc.weight", "plain.fc.weight", "seq.0.weight", "seq.1.weight", "head.weight")
 
 
-class NotApplicable(Exception):
+class NotApplicableError(Exception):
     """There is nothing here that could be right or wrong."""
 
 
-class NotRun(Exception):
+class NotRunError(Exception):
     """This machine lacks what the cell needs."""
 
 

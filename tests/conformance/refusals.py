@@ -1,4 +1,4 @@
-"""The cells that are refused, each with its reason. What is refused and not here is a failure, and so is the reverse."""
+"""The cells that are refused, each with its reason. What is refused and not here is a failure, and the reverse too."""
 
 import re
 from collections.abc import Collection

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .compilers import _Scaled
 from .nets import ByHand, Patient
-from .outcome import NotApplicable, Outcome, assert_right, step
+from .outcome import NotApplicableError, Outcome, assert_right, step
 from .tools import eager, tool
 
 SCRIPT = "TorchScript"
@@ -115,7 +115,7 @@ tool(SCRIPT, "trace, loaded without this package")(_away(_trace))
 def settable(patient: Patient, x: Tensor) -> Outcome:
     attribute = {"GradientReversal": "lambd", "ScaleGradient": "scale"}.get(patient.operator)
     if attribute is None:
-        raise NotApplicable("there is no coefficient")
+        raise NotApplicableError("there is no coefficient")
     model = torch.jit.script(patient.operated())
     (holder, name), *_ = [(m, n) for m in model.modules() for n in (attribute, f"_gs_0_{attribute}") if hasattr(m, n)]
     before = getattr(holder, name)

@@ -17,8 +17,8 @@ from .tools import Cell, Verdict, judge
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:::gradsurgery")]
 
 
-def test_cell(cell: Cell, verdicts: dict[Cell, Verdict]) -> None:
-    verdict = verdicts[cell] = judge(cell)
+def test_cell(cell: Cell, verdicts: dict[Cell, Verdict], in_time: bool) -> None:
+    verdict = verdicts[cell] = judge(cell) if in_time else Verdict("not run", "the time that was given was over")
     if verdict.kind in ("not run", "not applicable"):
         return
     listed = refusal_of(cell)

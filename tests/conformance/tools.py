@@ -10,7 +10,7 @@ from torch import Tensor
 import gradsurgery as gs
 
 from .nets import Patient
-from .outcome import NotApplicable, NotRun, Outcome, assert_right, rows, step
+from .outcome import NotApplicableError, NotRunError, Outcome, assert_right, rows, step
 
 Run = Callable[[Patient, Tensor], Outcome]
 
@@ -92,9 +92,9 @@ def judge(cell: Cell) -> Verdict:
     torch.manual_seed(0)
     try:
         found = one.run(patient, rows())
-    except NotApplicable as reason:
+    except NotApplicableError as reason:
         return Verdict("not applicable", str(reason))
-    except NotRun as reason:
+    except NotRunError as reason:
         return Verdict("not run", str(reason))
     except gs.SurgeryError as error:
         return Verdict("refused", f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from .nets import Patient
-from .outcome import NotApplicable, Outcome, plain_name
+from .outcome import NotApplicableError, Outcome, plain_name
 from .tools import Handwritten, tool
 
 FUNC = "torch.func and higher orders"
@@ -51,7 +51,7 @@ def vmap(patient: Patient, x: Tensor) -> Outcome:
     out = torch.func.vmap(model)(x[:, None])
     if out.requires_grad:
         out.square().sum().backward()
-    return _named({name: p.grad for name, p in model.named_parameters()}, x=x.grad, output=out.detach())  # type: ignore
+    return _named({name: p.grad for name, p in model.named_parameters()}, x=x.grad, output=out.detach())
 
 
 @tool(FUNC, "func.vmap of grad", right=None)
@@ -112,7 +112,7 @@ def _orders(model: nn.Module, x: Tensor, order: int) -> Outcome:
     found: dict[str, Any] = {}
     for k in range(order):
         if not value.requires_grad:
-            raise NotApplicable("nothing differentiable is left of this order")
+            raise NotApplicableError("nothing differentiable is left of this order")
         grads = torch.autograd.grad(value, list(leaves.values()), create_graph=True, allow_unused=True)
         found[str(k)] = _named(dict(zip(leaves, grads, strict=True)))  # type: ignore[arg-type]
         value = sum(g.square().sum() for g in grads if g is not None)  # type: ignore[assignment]
@@ -141,7 +141,7 @@ def gradgradcheck(patient: Patient, x: Tensor) -> Outcome:
     model = patient.operated().double().requires_grad_(False)
     x = x.double().requires_grad_()
     if not model(x).requires_grad:
-        raise NotApplicable("nothing is differentiable")
+        raise NotApplicableError("nothing is differentiable")
     return {"consistent": torch.autograd.gradgradcheck(model, (x,))}
 
 
@@ -151,7 +151,7 @@ def batched(patient: Patient, x: Tensor) -> Outcome:
     leaves = {"x": x.clone().requires_grad_(), **{n: p for n, p in model.named_parameters() if "fn." not in n}}
     out = model(leaves["x"])
     if not out.requires_grad:
-        raise NotApplicable("nothing is differentiable")
+        raise NotApplicableError("nothing is differentiable")
     vectors = torch.tensor([[[1.0], [0.0]], [[0.5], [2.0]]])
     grads = torch.autograd.grad(out, list(leaves.values()), vectors, is_grads_batched=True, allow_unused=True)
     return _named(dict(zip(leaves, grads, strict=True)))  # type: ignore[arg-type]

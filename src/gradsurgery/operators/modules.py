@@ -1,5 +1,8 @@
 """The operators as layers: put them into a Sequential, or let the surgery put them into a model."""
 
+import functools
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +31,7 @@ __all__ = [
     "ScaleGradient",
     "StopGradient",
     "StraightThrough",
+    "refuse_unscriptable",
 ]
 
 
@@ -120,6 +124,36 @@ class _OfFunction(nn.Module):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(fn={name_of(self.fn)})"
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        refuse_unscriptable(self)
+        return self
+
+
+def refuse_unscriptable(operator: nn.Module, address: str | None = None) -> None:
+    """Refuse an operator whose ``fn`` TorchScript cannot compile, by name and place; torch tells neither.
+
+    Raises:
+        OperatorError: from ``torch.jit.script``.
+    """
+    fn = getattr(operator, "fn", None) if isinstance(operator, _OfFunction) else None
+    why = None
+    if isinstance(fn, functools.partial | types.MethodType):
+        why = f"it is a {type(fn).__name__}"
+    elif isinstance(fn, types.FunctionType):
+        try:
+            with warnings.catch_warnings():
+                # Whoever scripts has been told already that TorchScript is deprecated.
+                warnings.filterwarnings("ignore", message="`torch.jit.*deprecated")
+                torch.jit.script(fn)
+        except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
+            why = str(error).strip().splitlines()[0]
+    if why is not None:
+        at = "" if address is None else f" at {address!r}"
+        raise OperatorError(
+            f"torch.jit.script was asked for {type(operator).__name__}{at}, whose fn={name_of(fn)} TorchScript cannot "
+            f"compile: {why} Give an fn in its language, such as an nn.Module, or trace the model instead."
+        )
+
 
 class StraightThrough(_OfFunction):
     """A layer whose value is ``fn(x)`` and whose gradient is that of the identity.
@@ -172,6 +206,7 @@ class FrozenTransform(_OfFunction):
         return y
 
     def __prepare_scriptable__(self) -> nn.Module:
+        refuse_unscriptable(self)
         learning = [name for held in modules_of(self.fn) for name, p in held.named_parameters() if p.requires_grad]
         if learning:
             raise OperatorError(
