@@ -103,10 +103,17 @@ def test_a_scripted_fn_that_changes_the_shape_is_refused():
         torch.jit.script(StraightThrough(nn.Flatten(0)))(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("layer", [MapGradient(torch.neg), FrozenTransform(nn.Linear(1, 1))], ids=repr)
-def test_trace_refuses_what_it_would_get_wrong(layer):
+def test_trace_refuses_what_it_would_get_wrong():
     with pytest.raises(OperatorError, match="torch.jit.trace"):
-        torch.jit.trace(net(layer), torch.ones(1, 1))
+        torch.jit.trace(net(MapGradient(torch.neg)), torch.ones(1, 1))
+
+
+def test_a_traced_frozen_transform_keeps_the_gradient_from_its_parameters():
+    layer, x = FrozenTransform(nn.Linear(1, 1)), torch.ones(1, 1, requires_grad=True)
+    traced = torch.jit.trace(layer, torch.ones(1, 1))
+    traced(x).backward()
+    assert torch.equal(x.grad, layer.fn.weight.detach())
+    assert all(p.grad is None for p in traced.parameters())
 
 
 def test_a_traced_fn_that_changes_the_shape_is_refused():
