@@ -53,8 +53,7 @@ def draw(audit: Audit, path: str | Path | None = None) -> Any:
         ) from error
     groups = grouped(audit.rows, MOST, LEAST)
     climbs, descends = COLOURS["reversed"], COLOURS["unchanged"]
-    sizes = [size for group in groups if (size := _size(group)) is not None]
-    reach = 1.6 * max([1.0, *(min(abs(size), FAR) for size in sizes)])
+    reach = max([1.3, *map(_reach, groups)])
     figure = Figure(figsize=(9.5, 0.29 * len(groups) + 1.9), layout="constrained")
     axes = figure.add_subplot()
     for side, colour, word in ((-1, climbs, "climbs the loss"), (1, descends, "descends the loss")):
@@ -107,6 +106,12 @@ def _size(group: Group) -> float | None:
     return group.cosine * after / before if group.cosine is not None and after and before else 1.0
 
 
+def _reach(group: Group) -> float:
+    """How far the axis has to go for a bar and the text beside it, which takes a part of the axis."""
+    text = 0.58 if group.row.effect == "mixed" else 0.24
+    return min(abs(_size(group) or 0.0), FAR) / (1 - text)
+
+
 def _bar(axes: Any, k: int, group: Group, reach: float) -> None:
     effect, size = group.row.effect, _size(group)
     if effect == "blocked":
@@ -119,7 +124,7 @@ def _bar(axes: Any, k: int, group: Group, reach: float) -> None:
     else:
         shown = max(-FAR, min(FAR, size))
         axes.barh(k, shown, height=0.7, **_style(*_key(group)))
-        text = f"\N{MULTIPLICATION SIGN} {size:.3g}"
+        text = "new" if effect == "added" else f"\N{MULTIPLICATION SIGN} {size:.3g}"
         text += f" (cos {group.cosine:.2f})" if effect == "mixed" and group.cosine is not None else ""
         text, right = text.replace("-", "\N{MINUS SIGN}"), shown >= 0
         axes.text(

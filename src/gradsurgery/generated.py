@@ -94,7 +94,7 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     """
     patched = patched_forward(base, patch)
     edits = tuple(_edit(form.where, method(k)) for k, form in enumerate(forms) if form.where.kind in ("op", "edge"))
-    body: dict[str, Any] = rewrite(base, edits, patched) if edits else {}
+    body: dict[str, Any] = dict(rewrite(base, edits, patched)) if edits else {}  # a copy: the other is cached
     copied = dict.fromkeys(["forward", *(name for name in body if not name.startswith("_gs_"))])
     functions = [(name, inspect.getattr_static(base, name, None)) for name in copied]
     kept = tuple((name, held) for name, held in functions if isinstance(held, types.FunctionType))
