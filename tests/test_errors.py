@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def without_source() -> nn.Module:
     return namespace["Typed"]()
 
 
+def scripted() -> object:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that TorchScript is deprecated
+        return torch.jit.script(gs.StraightThrough(lambda x: x))
+
+
+def lost() -> object:
+    net = gs.insert_grl(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "1")
+    return gs.verify(nn.SyncBatchNorm.convert_sync_batchnorm(net), torch.ones(2, 2))
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(Block(), nn.MultiheadAttention(2, 1), nn.ReLU())
 
@@ -84,11 +96,17 @@ def measured(operator: nn.Module, measure: Callable[..., object] = gs.verify, lo
     return lambda: measure(gs.insert(nn.Sequential(nn.Linear(2, 2)), "0", operator), torch.ones(1, 2), loss=loss)
 
 
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
 def idle() -> None:
-    net = gs.insert_grl(nn.Sequential(nn.Linear(2, 2)), "0")
-    net.add_module("0", nn.Sequential(nn.Linear(2, 2), nn.ModuleList([net[0]])))
-    net[0].forward = lambda x: net[0][0](x)
-    gs.verify(net, torch.ones(1, 2))
+    gs.verify(gs.insert_grl(Skips(), "idle"), torch.ones(1, 2))
 
 
 def without_matplotlib() -> None:
@@ -126,6 +144,9 @@ CAUSES: dict[str, Callable[[], object]] = {
     "There is a tensor that requires grad": grl("0", torch.ones(1, requires_grad=True)),
     "holds no floating-point or complex tensor": lambda: gs.insert_grl(Indices(), "")(torch.ones(1, 2)),
     "Give an fn that keeps the shape": lambda: gs.straight_through(torch.ones(2), lambda x: x[:1]),
+    "TorchScript cannot compile": scripted,
+    "pushes tangents forward": lambda: torch.export.export(gs.MapGradient(torch.neg), (torch.ones(2),)),
+    "was inserted and is lost": lost,
     "is wrapped in nn.DataParallel": grl("0", on=nn.DataParallel(model())),
     "Give an nn.Module": grl("0", on={"a": 1}),
 }

@@ -261,3 +261,24 @@ def test_replicas_of_data_parallel_share_no_graft_with_a_later_edit() -> None:
     replicated = model.stem._replicate_for_data_parallel()
     gs.remove(model)
     assert [p.operator.lambd for p in [copy.copy(o) for o in gs.operations(nn.Sequential(replicated))]] == [0.5]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("at", ["stem", "blocks", "blocks.0", ""])
+def test_fully_shard_takes_in_the_parameters_of_an_operator(at: str) -> None:
+    def operated() -> nn.Module:
+        width = 2 if at == "" else 4
+        torch.manual_seed(0)
+        own = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        return gs.insert(gs.insert_transform(seeded(), at, nn.Linear(width, width), "frozen"), at, own)
+
+    plain, model = operated(), sharded(operated())
+    named = dict(model.named_parameters())
+    assert len(named) == len(list(plain.parameters()))
+    assert {type(p).__name__ for p in named.values()} == {"DTensor"}
+    y0, g0 = step(plain, X)
+    y1, g1 = step(model, X)
+    assert torch.equal(y0[0], y1[0])
+    assert sum(g is None for g in g0.values()) == 2  # those of the frozen transform
+    for name, grad in g0.items():
+        assert (g1[name] is None) if grad is None else torch.equal(g1[name], grad), name

@@ -99,13 +99,37 @@ def test_function_transforms(operate, factor):
     assert torch.equal(torch.func.hessian(cube)(x), torch.diag(bend))
 
 
-def test_map_gradient_under_function_transforms():
-    x = torch.tensor([1.0, -2.0])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, x: torch.func.jvp(f, (x,), (x,)),
+        lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+        lambda f, x: torch.func.grad(lambda v: torch.func.jvp(f, (v,), (v,))[1])(x),
+        lambda f, x: torch.func.jacfwd(f)(x),
+        lambda f, x: torch.func.hessian(f)(x),
+    ],
+    ids=["jvp", "jvp of grad", "grad of jvp", "jacfwd", "hessian"],
+)
+def test_function_transforms_refuse_map_gradient(transform):
+    with pytest.raises(OperatorError, match="map_gradient"):
+        transform(lambda x: map_gradient(x, torch.neg).sum(), torch.ones(2))
 
-    def squares(v):
-        return (map_gradient(v, torch.neg) ** 2).sum()
 
-    assert torch.equal(torch.func.grad(squares)(x), -2 * x)
-    assert torch.equal(torch.func.vmap(torch.func.grad(squares))(x[:, None])[:, 0], -2 * x)
-    with pytest.raises(OperatorError, match="map_gradient"):  # forward mode has no gradient to map
-        torch.func.jvp(squares, (x,), (x,))
+def test_reverse_function_transforms_map_the_gradient():
+    def function(v):
+        return map_gradient(v, lambda g: g * g).pow(2).sum()
+
+    x = torch.tensor([1.0, 2.0, -3.0])
+    squared = (2 * x) ** 2
+    assert torch.equal(torch.func.grad(function)(x), squared)
+    assert torch.equal(torch.func.vmap(torch.func.grad(function))(x[:, None])[:, 0], squared)
+    assert torch.equal(torch.func.vjp(function, x)[1](torch.tensor(1.0))[0], squared)
+    assert torch.equal(torch.func.jacrev(torch.func.grad(function))(x), torch.diag((8 * x) ** 2))  # fn, again
+    v = x.clone().requires_grad_()
+    torch.func.vmap(function)(v[:, None]).sum().backward()
+    assert torch.equal(v.grad, squared)
+
+
+def test_reverse_function_transforms_refuse_another_shape():
+    with pytest.raises(OperatorError, match="keeps the shape"):
+        torch.func.grad(lambda v: map_gradient(v, lambda g: g[:1]).sum())(torch.ones(2))

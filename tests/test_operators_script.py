@@ -103,22 +103,66 @@ def test_a_scripted_fn_that_changes_the_shape_is_refused():
         torch.jit.script(StraightThrough(nn.Flatten(0)))(torch.ones(2, 2))
 
 
-def test_trace_refuses_what_it_would_get_wrong():
+@pytest.mark.parametrize(
+    "make",
+    [lambda: MapGradient(torch.neg), lambda: FrozenTransform(torch.jit.script(nn.Linear(1, 1)))],
+    ids=["map", "frozen script"],
+)
+def test_trace_refuses_what_it_would_get_wrong(make):
     with pytest.raises(OperatorError, match="torch.jit.trace"):
-        torch.jit.trace(net(MapGradient(torch.neg)), torch.ones(1, 1))
+        torch.jit.trace(net(make()), torch.ones(1, 1))
 
 
-def test_a_traced_frozen_transform_keeps_the_gradient_from_its_parameters():
-    layer, x = FrozenTransform(nn.Linear(1, 1)), torch.ones(1, 1, requires_grad=True)
-    traced = torch.jit.trace(layer, torch.ones(1, 1))
-    traced(x).backward()
-    assert torch.equal(x.grad, layer.fn.weight.detach())
-    assert all(p.grad is None for p in traced.parameters())
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of BatchNorm and GRU, which look at sizes
+@pytest.mark.parametrize("make", [lambda: nn.GRU(3, 3), lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))])
+@pytest.mark.parametrize("whole", [True, False], ids=["module", "closure"])
+def test_a_traced_frozen_transform_keeps_gradients_from_its_parameters(make, whole):
+    inner = make()
+
+    def first(x):
+        out = inner(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(2.0))
+            self.inner = inner
+            self.op = FrozenTransform(inner if whole and not isinstance(inner, nn.GRU) else first)
+
+        def forward(self, x):
+            return self.op(x * self.weight)
+
+    model, x = Model(), torch.randn(4, 3)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    for _ in range(3):
+        model.zero_grad()
+        traced(x).square().sum().backward()
+        assert model.weight.grad is not None
+        assert all(p.grad is None for p in inner.parameters())
+    assert all(p.requires_grad for p in inner.parameters())
 
 
 def test_a_traced_fn_that_changes_the_shape_is_refused():
     with pytest.raises(OperatorError, match="shape"):
         torch.jit.trace(StraightThrough(lambda v: v[:1]), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    "convert", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 1))], ids=["script", "trace"]
+)
+@pytest.mark.parametrize("make", [lambda: GradientReversal(0.5), StopGradient], ids=["reverse", "stop"])
+def test_a_frozen_file_keeps_the_gradient(convert, make):
+    """Freezing drops every detach of a graph, and the plain gradient is what it leaves."""
+    frozen = torch.jit.freeze(convert(net(make()).eval()).eval())
+    for _ in range(3):
+        x = torch.ones(1, 1, requires_grad=True)
+        out = frozen(x)
+        assert out.item() == 6.0
+        assert out.requires_grad == (make is not StopGradient)
+        if out.requires_grad:
+            out.backward()
+            assert x.grad.item() == -3.0
 
 
 # --- ONNX

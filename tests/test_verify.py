@@ -252,10 +252,13 @@ def test_a_wrong_operator_among_right_ones_is_named() -> None:
 def test_a_reversal_that_was_lost_with_its_module() -> None:
     model: Any = gs.insert_grl(seeded(Residual), "branch.0")
     model.branch[0] = nn.Linear(4, 4)
-    with pytest.raises(gs.AddressError, match="has been replaced since"):
+    with pytest.raises(gs.VerificationError, match=r"GradientReversal at 'branch.0' was inserted and is lost"):
         gs.verify(model, X)
     model = gs.insert_grl(seeded(Residual), "branch")
     model.spare, model.branch = model.branch, nn.Linear(4, 4)
+    with pytest.raises(gs.VerificationError, match=r"GradientReversal at 'branch' was inserted and is lost"):
+        gs.verify(model, X)
+    gs.remove(model, "branch")  # from the list alone: the operator itself is elsewhere
     with pytest.raises(gs.VerificationError, match=r"GradientReversal\(lambd=1.0\) at 'spare.*did not run"):
         gs.verify(model, X)
     assert any("did not run" in note for note in gs.audit(model, X).notes)
