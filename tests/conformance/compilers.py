@@ -32,7 +32,7 @@ tool(COMPILERS, "compile, aot_eager", cost="dear")(_compiled("aot_eager"))
 tool(COMPILERS, "compile, inductor", cost="slow")(_compiled("inductor"))
 
 
-def _through_sizes(run: Callable[[Tensor], Tensor], model: nn.Module, patient: Patient, x: Tensor) -> Outcome:
+def through_sizes(run: Callable[[Tensor], Tensor], model: nn.Module, patient: Patient, x: Tensor) -> Outcome:
     for copies in (3, 5, 2):
         more = x.repeat(copies, 1)
         assert_right(step(run, more, model), eager(patient, more))
@@ -47,7 +47,7 @@ def dynamic(patient: Patient, x: Tensor) -> Outcome:
     run = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     step(run, x.repeat(4, 1), model)
     before = counter.frame_count
-    found = _through_sizes(run, model, patient, x)
+    found = through_sizes(run, model, patient, x)
     assert counter.frame_count == before, "a size compiled anew"
     return found
 
@@ -80,14 +80,14 @@ def coefficients(patient: Patient, x: Tensor) -> Outcome:
     sign = -1 if attribute == "lambd" else 1
     for k in range(30):
         setattr(operator, attribute, k / 8)
-        right = _Scaled(spot.spot, sign * k / 8)
+        right = Scaled(spot.spot, sign * k / 8)
         assert_right(step(run, x, model), step(right, x))
     assert counter.frame_count <= 2, f"{counter.frame_count} compilations"
     setattr(operator, attribute, before)
     return step(run, x, model)
 
 
-class _Scaled(ByHand):
+class Scaled(ByHand):
     def __init__(self, spot: str, factor: float) -> None:
         super().__init__("none", spot)
         self.factor = factor

@@ -1,6 +1,7 @@
 """DDP, FSDP2 and tensor parallel in two processes, and the replicas of DataParallel."""
 
 import atexit
+import importlib
 import os
 import socket
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def _serve(rank: int, port: int, pipe: Any) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
+    importlib.import_module(f"{__package__}.parallel")  # it registers what runs here too
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -139,14 +141,14 @@ def _sharded(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def _not_root(patient: Patient) -> None:
+def not_root(patient: Patient) -> None:
     if patient.place == "root" and patient.operator in ("StopGradient", "DetachedTransform"):
         raise NotApplicableError("the output of the model has no gradient to begin with")
 
 
 @wrapped("DDP, unused parameters found")
 def ddp(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     model = _ddp(patient.operated(), find_unused_parameters=True)
     step(model, x)
     return step(model, x)
@@ -163,7 +165,7 @@ def ddp_plain(patient: Patient, x: Tensor) -> Outcome:
 
 @wrapped("DDP, static_graph")
 def ddp_static(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     model = _ddp(patient.operated(), static_graph=True)
     step(model, x)
     return step(model, x)
@@ -171,7 +173,7 @@ def ddp_static(patient: Patient, x: Tensor) -> Outcome:
 
 @wrapped("DDP, gradient as bucket view")
 def ddp_view(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     model = _ddp(patient.operated(), find_unused_parameters=True, gradient_as_bucket_view=True)
     return step(model, x)
 
@@ -184,7 +186,7 @@ def _between(wrap: Callable[[nn.Module], Any], patient: Patient, x: Tensor) -> O
         with pytest.raises(gs.SurgeryError, match="before wrapping"):
             patient.operate(wrap(patient.bare()))
         patient = _Stateless(patient.operator, patient.place)
-    _not_root(patient)
+    not_root(patient)
     model = wrap(patient.bare())
     untouched = step(model, x)
     for _ in range(2):
@@ -215,14 +217,14 @@ def ddp_between(patient: Patient, x: Tensor) -> Outcome:
 
 @wrapped("DDP compiled, aot_eager", cost="dear")
 def ddp_compiled(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     model = _ddp(patient.operated(), find_unused_parameters=True)
     return step(torch.compile(model, backend="aot_eager"), x, model)
 
 
 @wrapped("FSDP2, operated before")
 def fsdp_before(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     return step(_sharded(patient.operated()), x)
 
 
@@ -233,7 +235,7 @@ def fsdp_between(patient: Patient, x: Tensor) -> Outcome:
 
 @wrapped("FSDP2 compiled, aot_eager", cost="dear")
 def fsdp_compiled(patient: Patient, x: Tensor) -> Outcome:
-    _not_root(patient)
+    not_root(patient)
     model = fully_shard(patient.operated())
     return step(torch.compile(model, backend="aot_eager"), x, model)
 
@@ -241,74 +243,3 @@ def fsdp_compiled(patient: Patient, x: Tensor) -> Outcome:
 @wrapped("FSDP2, operated after compile", cost="dear")
 def fsdp_live(patient: Patient, x: Tensor) -> Outcome:
     return _between(lambda model: torch.compile(fully_shard(model), backend="aot_eager"), patient, x)
-
-
-# --- tensor parallel: rows of one weight over two processes ----------------------------------------------------------
-
-
-def wide(weight: float) -> nn.Module:
-    layer = nn.Linear(2, 2, bias=False)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[1.0, 0.5], [0.0, 1.0]]) * weight)
-    return layer
-
-
-def _tensor_parallel(patient: Patient, x: Tensor) -> Outcome:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    _not_root(patient)
-    if patient.place == "GraphModule":
-        raise NotApplicableError("the plan addresses modules that a trace has dissolved")
-    model = patient.of(wide).operated()
-    plan = {"seq.0": ColwiseParallel(), "seq.1": RowwiseParallel(), "head": ColwiseParallel(use_local_output=True)}
-    plan["head"] = ColwiseParallel(output_layouts=_replicated())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    return step(model, torch.tensor([[1.0, -0.5], [0.5, 1.0]]))
-
-
-def _replicated() -> Any:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate()
-
-
-def _same_on_both(patient: Patient, x: Tensor) -> Outcome:
-    found = step(patient.of(wide).by_hand(), torch.tensor([[1.0, -0.5], [0.5, 1.0]]))
-    return {"rank 0": found, "rank 1": found}
-
-
-WRAPPED["DTensor, tensor parallel"] = _tensor_parallel
-tool(DISTRIBUTED, "DTensor, tensor parallel", right=_same_on_both, cost="dear")(
-    lambda patient, x: pair.run("DTensor, tensor parallel", patient)
-)
-
-
-# --- replicas of DataParallel, which torch makes on devices that a CPU machine lacks ---------------------------------
-
-
-def _replica(model: nn.Module) -> nn.Module:
-    """As ``torch.nn.parallel.replicate``: shallow copies, whose parameters are copies that autograd knows."""
-    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
-    for module, replica in made.items():
-        replica._former_parameters = {}  # type: ignore[assignment]
-        for name, child in module._modules.items():
-            replica._modules[name] = None if child is None else made[child]
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                replica._parameters[name] = None
-            else:
-                copied = parameter * 1
-                replica.__dict__[name] = copied
-                replica._former_parameters[name] = copied  # type: ignore[index]
-    return made[model]
-
-
-@tool(DISTRIBUTED, "DataParallel replicas, imitated")
-def replicas(patient: Patient, x: Tensor) -> Outcome:
-    model = patient.operated()
-
-    def run(x: Tensor) -> Tensor:
-        return torch.cat([_replica(model)(part) for part in x.split(1)])
-
-    return step(run, x, model)

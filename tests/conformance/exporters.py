@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compilers import _through_sizes
+from .compilers import through_sizes
 from .nets import Patient
 from .outcome import NotApplicableError, NotRunError, Outcome, step
 from .tools import Handwritten, tool
@@ -36,7 +36,7 @@ def strict(patient: Patient, x: Tensor) -> Outcome:
 @tool(EXPORT, "export, dynamic batch", cost="dear")
 def dynamic(patient: Patient, x: Tensor) -> Outcome:
     model = _program(patient, x, dynamic=True).module()
-    return _through_sizes(model, model, patient, x)
+    return through_sizes(model, model, patient, x)
 
 
 @tool(EXPORT, "export, trained", right=None, cost="dear")

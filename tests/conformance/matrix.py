@@ -22,6 +22,7 @@ FAMILIES = (
     "numerics",
     "checkpoints",
     "distributed",
+    "parallel",
     "ecosystem",
 )
 for _family in FAMILIES:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compilers import _Scaled
+from .compilers import Scaled
 from .nets import ByHand, Patient
 from .outcome import NotApplicableError, Outcome, assert_right, step
 from .tools import eager, tool
@@ -123,7 +123,7 @@ def settable(patient: Patient, x: Tensor) -> Outcome:
     assert isinstance(hand, ByHand)
     for value in (2.0, 0.25):
         setattr(holder, name, value)
-        right = _Scaled(hand.spot, -value if attribute == "lambd" else value)
+        right = Scaled(hand.spot, -value if attribute == "lambd" else value)
         for _ in range(3):
             assert_right(step(model, x), step(right, x))
     setattr(holder, name, before)

@@ -13,20 +13,21 @@ included, since a convolution chooses its kernel by them, and another kernel giv
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .._torch import is_in_reverse, is_observed, is_transformed
+from .._torch import is_observed
 from ..errors import OperatorError
 from .coefficient import name_of
 
 __all__ = [
+    "exact_copy",
     "is_differentiable",
-    "mapped",
     "private_copy",
+    "refuse_other_shape",
     "replaced",
     "replaced_by_formula",
     "scaled",
@@ -54,7 +55,7 @@ def _overlaps(size: list[int], stride: list[int]) -> bool:
     return False
 
 
-def _exact_copy(x: Tensor) -> Tensor:
+def exact_copy(x: Tensor) -> Tensor:
     """A copy in memory of its own, same bits and same strides; for where autograd does not record."""
     y = x.clone()
     if x.layout is not torch.strided or x.is_nested or y.stride() == x.stride():
@@ -147,7 +148,7 @@ class _Scaled(Function):
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
-        return _exact_copy(x)
+        return exact_copy(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
@@ -158,63 +159,11 @@ class _Replaced(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _exact_copy(value)
+        return exact_copy(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return grad, None
-
-
-class _Mapped(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.fn = fn
-        ctx.set_materialize_grads(False)
-        return _exact_copy(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        if grad is None:
-            return None, None
-        # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
-        new = ctx.fn(grad.clone())
-        # Autograd would sum a larger gradient down to the shape in silence.
-        _refuse_other_shape("map_gradient", ctx.fn, grad, new)
-        return new, None
-
-
-class _MappedInTransform(Function):
-    """The same for ``torch.func``: a rule for vmap, and none for forward mode, which has no gradient to map."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Callable[[Tensor], Tensor]], output: Tensor) -> None:
-        ctx.fn = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        new = ctx.fn(grad.clone())
-        _refuse_other_shape("map_gradient", ctx.fn, grad, new)
-        return new, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        _refuse_to_map(ctx.fn)
-
-
-def _refuse_to_map(fn: Callable[..., Any]) -> NoReturn:
-    raise OperatorError(
-        f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
-        "(torch.export, torch.jit.trace, make_fx) or pushes tangents forward (jvp, jacfwd, hessian, forward AD). "
-        "Nothing carries a function of the gradient there, and the plain gradient would be left in silence. "
-        "Run it in eager, under torch.compile or a reverse transform of torch.func, or use scale_gradient where the "
-        "function is a factor."
-    )
 
 
 def _shape_of(x: Tensor) -> tuple[Any, ...]:
@@ -228,7 +177,8 @@ def _shape_of(x: Tensor) -> tuple[Any, ...]:
         return tuple(int(length) for length in x.shape)
 
 
-def _refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
+def refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
+    """Refuse what ``fn`` returned where it has not the shape of what it was given."""
     asked = _shape_of(given)
     if isinstance(got, Tensor) and _shape_of(got) == asked:
         return
@@ -269,7 +219,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 def private_copy(x: Tensor) -> Tensor:
     """The value of ``x`` without its history, in memory of its own: safe to work on in place."""
     if not is_observed():
-        return _exact_copy(x.detach())
+        return exact_copy(x.detach())
     if torch.onnx.is_in_onnx_export():
         return x.detach()
     return _recorded(stopped_by_formula, x)
@@ -284,7 +234,7 @@ def stopped(x: Tensor) -> Tensor:
 
 def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
     """The value of ``value``, which ``fn`` returned for ``x``, and the gradient of ``x``."""
-    _refuse_other_shape("straight_through", fn, x, value)
+    refuse_other_shape("straight_through", fn, x, value)
     if value.device != x.device or (value.is_complex() and not x.is_complex()):
         raise OperatorError(
             f"straight_through asks of fn a value that fits {x.dtype} on {x.device}. "
@@ -297,21 +247,3 @@ def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
     elif torch.onnx.is_in_onnx_export():
         return value
     return _recorded(replaced_by_formula, x, value)
-
-
-def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """The value of ``x`` and ``fn`` of its gradient."""
-    if not is_differentiable(x):
-        return x
-    if is_observed():
-        if torch.onnx.is_in_onnx_export():
-            return x
-        # Dynamo carries a Function over as it is, but drops its backward under a transform that it compiles.
-        if is_transformed() and is_in_reverse():
-            return _MappedInTransform.apply(x, fn)
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
-            _refuse_to_map(fn)
-        return _Mapped.apply(x, fn)
-    if not x.requires_grad:
-        return x
-    return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()

@@ -13,7 +13,6 @@ from ..errors import OperatorError
 from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
 from .formula import (
     is_differentiable,
-    mapped,
     private_copy,
     replaced,
     scaled,
@@ -22,6 +21,7 @@ from .formula import (
     stopped_by_formula,
 )
 from .frozen import call_frozen
+from .mapped import mapped
 from .values import map_tensors
 
 __all__ = [

@@ -1,0 +1,85 @@
+"""The gradient of a tensor handed on as a function of it, where something can carry a function of the gradient."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from .._torch import is_in_reverse, is_observed, is_transformed
+from ..errors import OperatorError
+from .coefficient import name_of
+from .formula import exact_copy, is_differentiable, refuse_other_shape
+
+__all__ = ["mapped"]
+
+
+def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """The value of ``x`` and ``fn`` of its gradient."""
+    if not is_differentiable(x):
+        return x
+    if is_observed():
+        if torch.onnx.is_in_onnx_export():
+            return x
+        # Dynamo carries a Function over as it is, but drops its backward under a transform that it compiles.
+        if is_transformed() and is_in_reverse():
+            return _MappedInTransform.apply(x, fn)
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
+            _refuse_to_map(fn)
+        return _Mapped.apply(x, fn)
+    if not x.requires_grad:
+        return x
+    return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()
+
+
+class _Mapped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.fn = fn
+        ctx.set_materialize_grads(False)
+        return exact_copy(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
+        new = ctx.fn(grad.clone())
+        # Autograd would sum a larger gradient down to the shape in silence.
+        refuse_other_shape("map_gradient", ctx.fn, grad, new)
+        return new, None
+
+
+class _MappedInTransform(Function):
+    """The same for ``torch.func``: a rule for vmap, and none for forward mode, which has no gradient to map."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Callable[[Tensor], Tensor]], output: Tensor) -> None:
+        ctx.fn = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        new = ctx.fn(grad.clone())
+        refuse_other_shape("map_gradient", ctx.fn, grad, new)
+        return new, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        _refuse_to_map(ctx.fn)
+
+
+def _refuse_to_map(fn: Callable[..., Any]) -> NoReturn:
+    raise OperatorError(
+        f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
+        "(torch.export, torch.jit.trace, make_fx) or pushes tangents forward (jvp, jacfwd, hessian, forward AD). "
+        "Nothing carries a function of the gradient there, and the plain gradient would be left in silence. "
+        "Run it in eager, under torch.compile or a reverse transform of torch.func, or use scale_gradient where the "
+        "function is a factor."
+    )
