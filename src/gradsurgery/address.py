@@ -17,7 +17,7 @@ model: see :mod:`gradsurgery.resolve`.
 import ast
 import fnmatch
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .errors import AddressError
@@ -44,13 +44,21 @@ class Where:
     op: str = ""
     call: int | None = None
     source: tuple[str, int | None] = ("", None)
+    by_path: tuple[bool, bool] = field(default=(False, False), compare=False)  # how the ends of an edge were written
 
     def text(self, path: str) -> str:
         """The address of this place in the module that ``path`` names."""
         op = _called(self.op, self.call)
         if self.kind == "edge":
-            return f"{path}:{_called(*self.source)} -> {path}:{op}"
+            ends = zip((self.source, (self.op, self.call)), self.by_path, strict=True)
+            return " -> ".join(_end(path, name, call, by_path) for (name, call), by_path in ends)
         return path + (f":{op}" if self.kind == "op" else "") + "".join(f"[{key!r}]" for key in self.element)
+
+
+def _end(path: str, name: str, call: int | None, by_path: bool) -> str:
+    if by_path:
+        return f"{path}.{name}" if path else name
+    return f"{path}:{_called(name, call)}"
 
 
 def _called(op: str, call: int | None) -> str:
@@ -129,7 +137,8 @@ def _parse_edge(text: str, side: str) -> Address:
                 "other end is. Name two ops, or two children, of one forward."
             )
         names.append((end.where.op if is_op else end.path.removeprefix(prefix), end.where.call))
-    return Address(owner, Where("edge", (), *names[1], source=names[0]))
+    by_path = (ends[0].where.kind != "op", ends[1].where.kind != "op")
+    return Address(owner, Where("edge", (), *names[1], source=names[0], by_path=by_path))
 
 
 def _shared(paths: list[list[str]]) -> str:

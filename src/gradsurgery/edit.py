@@ -28,35 +28,38 @@ class Insertion:
 def commit(insertions: Sequence[Insertion]) -> list[tuple[nn.Module, Place]]:
     """Insert every operator, after those that are at its place already; where one fails, none is inserted.
 
+    Returns:
+        The module and the place of each insertion, in their order.
+
     Raises:
         OperatorError: where an operator contains the module that it is to operate on.
         SurgeryError: where a module cannot be operated on.
     """
-    by_module: dict[int, list[Insertion]] = {}
-    for insertion in insertions:
+    by_module: dict[int, list[int]] = {}
+    for k, insertion in enumerate(insertions):
         _check(insertion)
-        by_module.setdefault(id(insertion.target.module), []).append(insertion)
-    done: list[tuple[nn.Module, Place]] = []
+        by_module.setdefault(id(insertion.target.module), []).append(k)
+    done: dict[int, tuple[nn.Module, Place]] = {}
     try:
         for group in by_module.values():
-            module = group[0].target.module
+            module = insertions[group[0]].target.module
             if isinstance(module, GraphModule):
-                for insertion in group:
-                    place = insert_node(insertion.target, insertion.operator)
-                    place.address = insertion.target.address
-                    done.append((module, place))
+                for k in group:
+                    place = insert_node(insertions[k].target, insertions[k].operator)
+                    place.address = insertions[k].target.address
+                    done[k] = (module, place)
                 continue
             old = _places(module)
             new: list[Place] = []
-            for insertion in group:
-                new.append(_place(module, insertion))
-                new[-1].address = insertion.target.address
-                done.append((module, new[-1]))
+            for k in group:
+                new.append(_place(module, insertions[k]))
+                new[-1].address = insertions[k].target.address
+                done[k] = (module, new[-1])
             regraft(module, [*old, *new])
     except BaseException:
-        withdraw(done)
+        withdraw(done.values())
         raise
-    return done
+    return [done[k] for k in range(len(insertions))]
 
 
 def join(module: nn.Module, place: Place) -> list[tuple[nn.Module, Place]]:

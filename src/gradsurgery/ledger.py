@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 
 from .graft import graft_of
 from .graph_module import node_places
-from .place import Place
+from .place import Place, Target
 from .tree import Tree
-from .wrappers import walk
+from .wrappers import child, children, walk
 
 __all__ = ["forget", "lost_places", "record"]
 
@@ -25,18 +25,30 @@ Entry = tuple[str, Place, str]
 """The path of the module that was operated on, the place, and the class of the operator."""
 
 
-def record(root: nn.Module, done: Iterable[tuple[nn.Module, Place]]) -> None:
+def record(root: nn.Module, done: Iterable[tuple[Target, Place]]) -> None:
     """Remember new places of a model; what was lost at the same places has been made good."""
-    tree = Tree(root)
     entries = _entries(root)
-    for module, place in done:
-        path = next((path for path, held in tree.all if held is module), "")
+    for target, place in done:
+        module, path = target.module, _path_of(root, target)
         key = (place.inner, place.where)
         entries.append((path, place, _operator(module, place)))
         same = [entry for entry in entries if entry[0] == path and (entry[1].inner, entry[1].where) == key]
         surplus = same[: max(0, len(same) - list(_live(module)).count(key))]
         entries = [entry for entry in entries if entry not in surplus]
     _write(root, entries)
+
+
+def _path_of(root: nn.Module, target: Target) -> str:
+    """The path of the module that was operated on, which a Sequential hands the place down to, without a search."""
+    names = target.path.split(".") if target.path else []
+    if target.inner:
+        names = names[: len(names) - len(target.inner.split("."))]
+    module = Tree(root).at(".".join(names))
+    for _ in range(target.hops):
+        assert module is not None
+        names.append(children(module)[-1 if target.where.kind == "output" else 0])
+        module = child(module, names[-1])
+    return ".".join(names)
 
 
 def forget(root: nn.Module, lost: Iterable[Place] = ()) -> None:

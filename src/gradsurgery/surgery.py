@@ -241,7 +241,7 @@ def _operate(
         except BaseException:
             withdraw(done)
             raise
-    record(root, done)
+    record(root, [(target, place) for target, (_, place) in zip(targets, done, strict=True)])
     return model
 
 
@@ -253,9 +253,8 @@ def check_operator(operator: Any, model: nn.Module) -> None:
             f"the operator is {operator!r}, which is not an nn.Module instance{hint}. Give an operator such as "
             "gs.GradientReversal(0.5), or use gs.insert_transform(model, at, fn) for a function."
         )
-    wrapper = owns_parameters(model)
     state = [name for name, _ in (*operator.named_parameters(), *operator.named_buffers())]
-    if wrapper and state:
+    if state and (wrapper := owns_parameters(model)):
         raise SurgeryError(
             f"the operator has parameters or buffers of its own ({', '.join(state[:3])}), and the model is in "
             f"{wrapper}, which has taken in its set of them already and would not train these. "

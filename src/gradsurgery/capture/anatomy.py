@@ -104,7 +104,7 @@ class Anatomy:
         if not is_helper and self_name is None and parsed.tree.args.vararg is None:
             raise CaptureError(
                 f"asked for an op inside {inner.__qualname__} ({parsed.where(parsed.tree)}); it takes no `self`. "
-                "Operate on the output of the module instead."
+                "Operate at the module boundary instead: on its output."
             )
         key = name if public else f"_gs_{name.strip('<>')}_{len(self.units)}"
         unit = Unit(key, public, is_helper, function, wrappers, parsed, Names(inner, parsed.tree, self_name))

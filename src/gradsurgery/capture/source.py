@@ -117,7 +117,7 @@ def unwrap(function: Any) -> tuple[list[Function], Function]:
         name = getattr(function, "__qualname__", repr(function))
         raise CaptureError(
             f"asked for an op inside {name}; there is no Python function there but a {type(function).__name__}. "
-            "Operate on the output of the module instead."
+            "Operate at the module boundary instead: on its output."
         )
     return wrappers, function
 
@@ -145,7 +145,7 @@ def _no_source(name: str, function: Function, reason: str) -> CaptureError:
     code = function.__code__
     return CaptureError(
         f"asked for an op inside {name} ({code.co_filename}:{code.co_firstlineno}); {reason}. "
-        "Operate on the output of the module, or of a child, instead."
+        "Operate at a module boundary instead: on the output of this module, or of a child."
     )
 
 
