@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import gradsurgery as gs
 from gradsurgery.capture.rewrite import ALL, OpEdit, rewrite
+from gradsurgery.errors import CaptureError
 
 pytestmark = pytest.mark.filterwarnings(
     "error", "ignore:`torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning"
@@ -157,3 +159,18 @@ def test_threads_do_not_count_for_each_other():
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not wrong
+
+
+def test_a_counted_place_is_refused_by_name_in_torchscript():
+    class Looped(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = torch.relu(x)
+            return x
+
+    model, x = gs.insert_grl(nn.Sequential(Looped()), "0:relu@1", example=torch.ones(2)), torch.ones(2)
+    with pytest.raises(CaptureError, match="relu@1.*trace"):
+        torch.jit.script(model)
+    assert torch.equal(model(x), x)  # and nothing was lost by asking
+    gs.remove(model)
+    assert type(model[0]) is Looped

@@ -5,7 +5,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ._torch import is_overlay
 from .address import Where
 from .capture import sealed
 from .capture.rewrite import EdgeEdit, OpEdit, rewrite
-from .errors import SurgeryError
+from .errors import CaptureError, SurgeryError
 from .hiding import hiding, refuse_walks
 from .methods import (
     Patch,
@@ -118,9 +118,12 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
     if inputs:
         around: dict[str, Any] = {sealed.COUNT_CHANGES: count_changes, sealed.REFUSE_CHANGES: refuse_changes}
         body |= {name: renamed(function, name) for name, function in around.items()}
+    is_counted = any("_gs" in _free_names(held) for held in body.values())
     if any(form.child for form in forms):
         refuse_walks(base)
         body.update(hiding(base))
+    if is_counted:
+        body["__prepare_scriptable__"] = _refuse_script
     becomes = getattr(base, "cls_to_become", None)
     if becomes is not None:  # a lazy module sets its class by itself, at its first forward
         body["cls_to_become"] = generated_class(becomes, forms, patch, becomes.forward)
@@ -167,6 +170,20 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
             "Operate on the module that holds it, or on a child."
         ) from error
     return cls
+
+
+def _free_names(held: Any) -> tuple[str, ...]:
+    return getattr(getattr(inspect.unwrap(held), "__code__", None), "co_freevars", ())
+
+
+def _refuse_script(self: nn.Module) -> NoReturn:
+    graft: Graft = self.__dict__["_gs_graft"]
+    counted = ", ".join(repr(place.where.text("")) for place in graft.places if place.where.kind in ("op", "edge"))
+    raise CaptureError(
+        f"torch.jit.script was asked for a {type(self).__name__} that is operated on at {counted}. Which call that is "
+        "can be told only as the forward runs, by counters that TorchScript has no form for. Operate on an op that "
+        "stands once and outside of branches and loops, on a child, or trace the model instead."
+    )
 
 
 class _Quiet(nn.Module):

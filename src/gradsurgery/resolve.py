@@ -174,9 +174,14 @@ def _ops_of(path: str, owner: nn.Module, asked: Address, there: list[Op], must: 
         return []
     owner_name = f"{path or 'the root'} ({user_class(owner).__name__})"
     if not same:
-        listed = ", ".join(repr(f"{path}:{n}") for n in dict.fromkeys(op.name for op in there)) or "none"
+        listed = ", ".join(repr(f"{path}:{n}") for n in dict.fromkeys(op.name for op in there))
         raise AddressError(
-            f"{str(asked)!r} names the op {name!r}, which the forward of {owner_name} does not have. Its ops: {listed}."
+            f"{str(asked)!r} names the op {name!r}, which the forward of {owner_name} does not have"
+            + (
+                f" as it runs now. Its ops: {listed}. Where a mode or an argument decides, give example=..."
+                if listed
+                else ": it has no op at all, or it did not run on the example. gs.sites(model, example=...) tells."
+            )
         )
     calls_there = "; ".join(f"{path}:{op.name}@{op.index} at {op.source}: {op.text}" for op in same)
     if call is None and len(same) > 1:
