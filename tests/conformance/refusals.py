@@ -112,6 +112,21 @@ REFUSALS = [
         ["StopGradient", "DetachedTransform"],
         ["root"],
     ),
+    Refusal(
+        r"DTensor, tensor parallel",
+        "parallelize_module partitions every child of the layer in its plan as it does the layer, the operator among "
+        "them; name the module around it in the plan, or the place behind it.",
+        "has no attribute 'weight'",
+        ["StraightThrough", "FrozenTransform", "DetachedTransform", "MapGradient"],
+        ["Sequential"],
+    ),
+    Refusal(
+        r"DTensor, tensor parallel",
+        "Likewise, with the parameters of the operator's own function.",
+        "parameter name can",
+        ["StraightThrough", "FrozenTransform", "DetachedTransform"],
+        ["input side"],
+    ),
 ]
 
 
