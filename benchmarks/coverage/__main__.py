@@ -1,0 +1,98 @@
+"""Every model of timm, torchvision, transformers and segmentation_models_pytorch under the knife.
+
+    python -m benchmarks.coverage                     # hours; stop it at any time, it goes on where it was
+    python -m benchmarks.coverage --only timm/resnet  # keys that contain this
+    python -m benchmarks.coverage --page              # docs/coverage.md from the lines there are
+
+Each model appends one JSON line to ``out/coverage.jsonl``. A model runs in a process of its own kind: one that takes too
+long, too much memory, or crashes is recorded as not run, and the sweep goes on.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .page import committed, page
+from .sizes import sizes_of
+from .subjects import ordered, subjects
+from .worker import Worker, work
+
+OUT = Path("out/coverage.jsonl")
+COMMITTED = Path(__file__).parents[1] / "coverage.jsonl"
+PAGE = Path("docs/coverage.md")
+NUMERIC = 150_000_000
+"""Parameters above which a model runs on the meta device, without values."""
+
+
+def lines_in(path: Path) -> list[dict]:
+    """The lines of a run; the last of a model counts."""
+    texts = path.read_text().splitlines() if path.exists() else []
+    found = {line["key"]: line for line in map(json.loads, texts)}
+    return list(found.values())
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """Measure what has no line yet."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    lines = lines_in(options.out)
+    have = {line["key"] for line in lines}
+    done = {cls for line in lines for cls, found in line.get("opened", {}).items() if found != "meta"}
+    sizes = sizes_of(subjects(), options.out.with_name("coverage-sizes.json"))
+    leading, rest = ordered(subjects(), sizes)
+    first = {subject.key for subject in leading}
+    work_list = [s for s in leading + rest if s.key not in have]
+    if options.only:
+        work_list = [s for s in work_list if any(part in s.key for part in options.only)]
+    worker = Worker(options.seconds, options.gigabytes)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    failed = 0
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task("models", total=len(work_list))
+        for subject in work_list:
+            bar.update(task, description=subject.key[:40])
+            device = "meta" if sizes.get(subject.key, 0) > options.numeric else "cpu"
+            line = worker.measured(subject.key, device, done, subject.key in first)
+            line["group"] = subject.group
+            done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
+            with options.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            wrong = [*line.get("boundaries", []), *line.get("head", [])]
+            wrong += [f"{cls}: {found}" for cls, found in line.get("opened", {}).items() if ":" in found]
+            wrong += [f"not run: {line['not run']}"] if "not run" in line else []
+            failed += bool(wrong)
+            for fault in wrong:
+                bar.console.print(f"{subject.key}: {fault}", markup=False, highlight=False)
+            bar.advance(task)
+    worker.close()
+    return 1 if failed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--only", nargs="*", help="models whose key contains one of these")
+    parser.add_argument("--seconds", type=float, default=120, help="the longest that one model may take")
+    parser.add_argument("--gigabytes", type=float, default=16, help="the most memory that one model may take")
+    parser.add_argument("--numeric", type=float, default=NUMERIC, help="more parameters than this run without values")
+    parser.add_argument("--commit", action="store_true", help="write benchmarks/coverage.jsonl from the run")
+    parser.add_argument("--page", action="store_true", help="write docs/coverage.md from benchmarks/coverage.jsonl")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work()
+        return 0
+    if options.commit:
+        COMMITTED.write_text(committed(lines_in(options.out)))
+    if options.page:
+        PAGE.write_text(page(COMMITTED))
+    if options.commit or options.page:
+        return 0
+    return sweep(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+from .building import Subject
+
+
+def transformers_subjects() -> list[Subject]:
+    return []
