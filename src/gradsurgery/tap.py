@@ -12,12 +12,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import is_observed
 from .address import Where
 from .elements import element_of
 from .errors import CaptureError, OperatorError
+from .operators.formula import copied
+from .operators.values import map_tensors
 from .place import Form, Graft, Place
 
 __all__ = ["HeadPlace", "Tap", "TapPlace", "add_heads", "arm"]
+
+
+class _Kept:
+    """A value as it passed, also where the model changes it in place before the head takes it.
+
+    The value itself serves where it was not changed, so that its gradients add up in the order of a head that is
+    written at the end of the forward; else a copy that was made as it passed, which is where a graph break or a tracer
+    hides the change, too.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.passed = value
+        self.copy = map_tensors(_copied, value)
+        self.versions = _versions(value)
+        self.has_gradient = torch.is_grad_enabled()
+
+    def value(self) -> Any:
+        return self.passed if self.versions is not None and self.versions == _versions(self.passed) else self.copy
+
+
+def _copied(tensor: Any) -> Any:
+    return copied(tensor) if isinstance(tensor, Tensor) else tensor.clone()  # a stand-in, of a tracer
+
+
+def _versions(value: Any) -> list[int] | None:
+    """How often each tensor was changed in place; None where that cannot be told."""
+    found: list[Any] = []
+    map_tensors(found.append, value)
+    if is_observed() or not all(isinstance(one, Tensor) and not one.is_inference() for one in found):
+        return None
+    return [one._version for one in found]
 
 
 class Tap(nn.Module):
@@ -27,16 +61,16 @@ class Tap(nn.Module):
         super().__init__()
         self.address = address
         self.name = name
-        self._armed: dict[int, list[tuple[Any, bool]]] = {}
+        self._armed: dict[int, list[_Kept]] = {}
 
     def arm(self) -> None:
         """From now on, on this thread, values that pass are kept."""
         self._armed[_thread()] = []
 
     def forward(self, value: Any) -> Any:
-        kept = self._armed.get(_thread())
-        if kept is not None:
-            kept.append((value, torch.is_grad_enabled()))
+        armed = self._armed.get(_thread())
+        if armed is not None:
+            armed.append(_Kept(value))
         return value
 
     def disarm(self) -> None:
@@ -49,26 +83,26 @@ class Tap(nn.Module):
         Raises:
             CaptureError: where none passed, or several, or one that carries no gradient.
         """
-        kept = self._armed.pop(_thread(), [])
+        armed = self._armed.pop(_thread(), [])
         asked = f"the head {self.name!r} takes the value at {self.address!r}"
-        if not kept:
+        if not armed:
             raise CaptureError(
                 f"{asked}, but nothing passed there in this forward. Attach it to a place that runs whenever the model "
                 "does: gs.sites(model, example=...) lists what runs."
             )
-        if len(kept) > 1:
+        if len(armed) > 1:
             raise CaptureError(
-                f"{asked}, but {len(kept)} values passed there in this forward. Attach it to one call, such as "
+                f"{asked}, but {len(armed)} values passed there in this forward. Attach it to one call, such as "
                 "'block:act@0', or to a place that runs once."
             )
-        value, has_gradient = kept[0]
-        if has_gradient != torch.is_grad_enabled():
+        kept = armed[0]
+        if kept.has_gradient != torch.is_grad_enabled():
             raise CaptureError(
-                f"{asked}, but that ran with gradients {'on' if has_gradient else 'off'}, and the model with them "
-                f"{'off' if has_gradient else 'on'}: the head would train nothing. Inside torch.no_grad() there is no "
+                f"{asked}, but that ran with gradients {'on' if kept.has_gradient else 'off'}, and the model with them "
+                f"{'off' if kept.has_gradient else 'on'}: the head would train nothing. Inside torch.no_grad() there is no "
                 "gradient to take; under activation checkpointing use use_reentrant=False."
             )
-        return value
+        return kept.value()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_armed": {}}

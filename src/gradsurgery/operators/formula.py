@@ -24,6 +24,7 @@ from ..errors import OperatorError
 from .coefficient import name_of
 
 __all__ = [
+    "copied",
     "exact_copy",
     "is_differentiable",
     "private_copy",
@@ -223,6 +224,15 @@ def private_copy(x: Tensor) -> Tensor:
     if torch.onnx.is_in_onnx_export():
         return x.detach()
     return _recorded(stopped_by_formula, x)
+
+
+def copied(x: Tensor) -> Tensor:
+    """The value and the gradient of ``x`` in memory of its own: what follows in place does not reach it."""
+    if not is_observed():
+        return _Replaced.apply(x, x.detach()) if is_differentiable(x) and _takes_functions(x) else x.clone()
+    if torch.onnx.is_in_onnx_export():
+        return x.clone()
+    return _recorded(replaced_by_formula, x, x) if is_differentiable(x) else x.clone()
 
 
 def stopped(x: Tensor) -> Tensor:
