@@ -54,8 +54,7 @@ def sweep(options: argparse.Namespace) -> int:
         task = bar.add_task("models", total=len(work_list))
         for subject in work_list:
             bar.update(task, description=subject.key[:40])
-            device = "meta" if sizes.get(subject.key, 0) > options.numeric else "cpu"
-            line = worker.measured(subject.key, device, done, subject.key in first)
+            line = worker.measured(subject.key, options.numeric, done, subject.key in first)
             line["group"] = subject.group
             done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
             with options.out.open("a") as file:

@@ -158,7 +158,9 @@ def boundaries(runner: Runner, known: Plain, places: list[str]) -> list[str]:
         for path, strength in zip(places, STRENGTHS, strict=False):
             if gs.insert_grl(model, path, strength) is not model:
                 faults.append("insertion returned another object")
-        if identity(model) != stays or not all(isinstance(model.get_submodule(name), before[name][0]) for name in before):
+        if identity(model) != stays or not all(
+            isinstance(model.get_submodule(name), before[name][0]) for name in before
+        ):
             faults.append("identity: keys, parameters, names or classes differ")
         if len(gs.operations(model)) < len(places):
             faults.append("operations() lacks rows")

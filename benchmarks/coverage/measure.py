@@ -36,10 +36,23 @@ def _begun(trial: Trial, device: str, head: Reading, evaluate: bool) -> tuple[Ru
     return runner, plain(runner, head, evaluate)
 
 
-def measure(subject: Subject, device: str, done: set[str], evaluate: bool = True) -> Line:
-    """The line of one model on ``cpu``, with values, or on ``meta``, without; ``done`` are the classes opened
-    before, and ``evaluate`` adds the forward in evaluation."""
+def counted(subject: Subject) -> int:
+    """How many parameters a model has, by building it on the meta device; 0 where it cannot be built there."""
+    *_, last = subject.trials()
+    try:
+        with torch.device("meta"):
+            return sum(p.numel() for p in last.build().parameters())
+    except Exception:  # some models compute with their weights while they are built
+        return 0
+
+
+def measure(subject: Subject, numeric: float, done: set[str], evaluate: bool = True) -> Line:
+    """The line of one model: with values up to ``numeric`` parameters, above them on the meta device, without.
+
+    ``done`` are the classes opened before, and ``evaluate`` adds the forward in evaluation.
+    """
     start = time.process_time()
+    device = "meta" if counted(subject) > numeric else "cpu"
     line: Line = {"key": subject.key, "group": subject.group, "kind": "numeric" if device == "cpu" else "meta"}
     refused: list[str] = []
     for trial in subject.trials():
@@ -51,7 +64,10 @@ def measure(subject: Subject, device: str, done: set[str], evaluate: bool = True
             refused.append(f"{trial.said}: {said(error)}")
             gc.collect()
     else:
-        return line | {"not run": refused[-1] if refused else "no trial", "seconds": round(time.process_time() - start, 1)}
+        return line | {
+            "not run": refused[-1] if refused else "no trial",
+            "seconds": round(time.process_time() - start, 1),
+        }
     places = chosen(known.places)
     if evaluate and device == "cpu":
         line["eval"] = True

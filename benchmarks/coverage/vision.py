@@ -37,7 +37,9 @@ def _timm_trials(name: str) -> Iterator[Trial]:
     if config and config.fixed_input_size:
         for side in SIDES:
             if side < usual:
-                yield _trial(lambda side=side: timm.create_model(name, img_size=side), channels, side, f"img_size={side}")
+                yield _trial(
+                    lambda side=side: timm.create_model(name, img_size=side), channels, side, f"img_size={side}"
+                )
     else:
         for side in SIDES:
             if side < usual:
@@ -48,7 +50,8 @@ def _timm_trials(name: str) -> Iterator[Trial]:
 def timm_subjects() -> list[Subject]:
     """Every architecture that timm registers."""
     return [
-        Subject("timm", name, _model_to_module[name], lambda name=name: _timm_trials(name)) for name in timm.list_models()
+        Subject("timm", name, _model_to_module[name], lambda name=name: _timm_trials(name))
+        for name in timm.list_models()
     ]
 
 
@@ -131,7 +134,18 @@ def torchvision_subjects() -> list[Subject]:
 
 # --- segmentation_models_pytorch ------------------------------------------------------------------------------------
 
-_DECODERS = ("Unet", "FPN", "MAnet", "UnetPlusPlus", "Linknet", "PSPNet", "DeepLabV3Plus", "UPerNet", "Segformer", "PAN")
+_DECODERS = (
+    "Unet",
+    "FPN",
+    "MAnet",
+    "UnetPlusPlus",
+    "Linknet",
+    "PSPNet",
+    "DeepLabV3Plus",
+    "UPerNet",
+    "Segformer",
+    "PAN",
+)
 
 
 def smp_subjects() -> list[Subject]:

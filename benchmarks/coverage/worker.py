@@ -13,7 +13,7 @@ from typing import Any
 from .measure import Line, measure
 from .subjects import subjects
 
-PER_WORKER = 40
+PER_WORKER = 150
 """Models after which a process is replaced, so that what libraries keep of them is let go."""
 
 
@@ -28,9 +28,9 @@ def work() -> None:
         request = json.loads(text)
         done |= set(request["done"])
         try:
-            line = measure(known[request["key"]], request["device"], done, request["evaluate"])
+            line = measure(known[request["key"]], request["numeric"], done, request["evaluate"])
         except Exception as error:  # the harness itself failed, which is nobody's pass
-            line = {"key": request["key"], "kind": "numeric", "not run": f"harness: {type(error).__name__}: {error}"}
+            line = {"key": request["key"], "not run": f"harness: {type(error).__name__}: {error}"}
         done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
         print(json.dumps(line), file=answers, flush=True)
 
@@ -64,14 +64,14 @@ class Worker:
             self.process.wait()
             self.process = None
 
-    def measured(self, key: str, device: str, done: set[str], evaluate: bool) -> Line:
+    def measured(self, key: str, numeric: float, done: set[str], evaluate: bool) -> Line:
         """The line of one model; one that could not be finished says why under ``not run``."""
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
-        request: dict[str, Any] = {"key": key, "device": device, "evaluate": evaluate}
+        request: dict[str, Any] = {"key": key, "numeric": numeric, "evaluate": evaluate}
         request["done"] = sorted(done - self.sent)
         self.sent |= done
-        line: Line = {"key": key, "kind": "numeric" if device == "cpu" else "meta"}
+        line: Line = {"key": key}
         end, most = time.monotonic() + self.seconds, 0.0
         try:
             process.stdin.write(json.dumps(request) + "\n")
@@ -103,5 +103,3 @@ def resident(pid: int) -> float:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
     except (OSError, ValueError):
         return 0.0
-
-
