@@ -8,20 +8,9 @@ from torch import Tensor, nn
 import gradsurgery as gs
 from gradsurgery.capture.record import Op, record_ops
 
-from .._operated import anatomy
+from .._operated import Anatomy, anatomy
 from .checks import Plain, compared, traces
 from .runs import Runner
-
-
-class Passing:
-    """A function of the gradient that leaves it as it is, and counts."""
-
-    def __init__(self) -> None:
-        self.passed = 0
-
-    def __call__(self, gradient: Tensor) -> Tensor:
-        self.passed += 1
-        return gradient
 
 
 def kind(cls: type) -> str:
@@ -29,9 +18,9 @@ def kind(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _drawn(cls: type, ops: list[Op]) -> tuple[Op, str]:
+def _drawn(cls: type, ops: list[Op], every: list[Op]) -> tuple[Op, str]:
     op = random.Random(kind(cls)).choice(ops)
-    alone = Counter(op.name for op in ops)[op.name] == 1
+    alone = Counter(op.name for op in every)[op.name] == 1
     return op, op.name if alone else f"{op.name}@{op.index}"
 
 
@@ -51,43 +40,59 @@ def opened(runner: Runner, known: Plain, done: set[str]) -> dict[str, str]:
                 listed[cls] = record_ops(model, [model.get_submodule(path)], *runner.example())[0]
             except gs.SurgeryError as error:
                 found[kind(cls)] = f"refused: {error}"
-    work = {}
+    work: dict[type, tuple[str, Op]] = {}
     for cls, every in listed.items():
         ops = [op for op in every if op.dtype is None or op.dtype.is_floating_point]
         if not ops:
             found[kind(cls)] = "no op"
             continue
-        op, name = _drawn(cls, ops)
+        op, name = _drawn(cls, ops, every)
         work[cls] = (f"{new[cls]}:{name}", op)
-    # All in one run, without an example where the source tells the op; each alone where that is not right.
-    together = _faults(runner, known, [at for at, _ in work.values()])
+    before, right = anatomy(model), "right" if runner.device != "meta" else "meta"
+    refusals = _inserted(runner, [at for at, _ in work.values()])
+    together = _faults(runner, known, before)
     for cls, (at, op) in work.items():
-        alone = together and _faults(runner, known, [at])
-        found[kind(cls)] = "; ".join(alone) if alone else "right" if runner.device != "meta" else "meta"
-        if alone:
-            found[kind(cls)] += f" [{at}, {op.source}: {op.text}]"
+        fault = refusals.get(at, "")
+        if not fault and together:  # each alone, to see whose it is
+            fault = _inserted(runner, [at]).get(at) or _faults(runner, known, before)
+        found[kind(cls)] = f"{fault} [{at}, {op.source}: {op.text}]" if fault else right
     return found
 
 
-def _faults(runner: Runner, known: Plain, places: list[str]) -> list[str]:
-    """What a counting operator at each of these ops breaks; every one has to be passed."""
-    if not places:
-        return []
-    model, before = runner.model, anatomy(runner.model)
+def _inserted(runner: Runner, places: list[str]) -> dict[str, str]:
+    """Put a counting operator at each of these ops; those that are refused, with the reason."""
+    runner.prepare(True)
+    refusals = {}
+    for at in places:
+        # Where the source does not tell which call it is, or whether it runs, an example does.
+        for example in (None, runner.example()) if "@" not in at else (runner.example(),):
+            try:
+                gs.insert(runner.model, at, gs.MapGradient(_passed), example=example)
+                break
+            except gs.SurgeryError as error:
+                refusal = f"refused: {error}"
+        else:
+            refusals[at] = refusal
+    return refusals
+
+
+def _passed(gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _faults(runner: Runner, known: Plain, before: Anatomy) -> str:
+    """What the operators that are there break, every one of which has to be passed; they are taken away again."""
+    if not gs.operations(runner.model):
+        return ""
     try:
-        runner.prepare(True)
-        for at in places:
-            example = None if "@" not in at and len(places) > 1 else runner.example()
-            gs.insert(model, at, gs.MapGradient(Passing()), example=example)
         left = runner.step()
         faults = compared(left, known.left, known.left.output, runner.device != "meta")
-        faults += [f"{row.address} never ran" for row in gs.operations(model) if not row.runs]
+        faults += [f"{row.address} never ran" for row in gs.operations(runner.model) if not row.runs]
     except gs.SurgeryError as error:
-        return [f"refused: {error}"]
+        return f"refused: {error}"
     except Exception as error:  # the untouched model runs
-        return [f"wrong: {type(error).__name__}: {error}"]
+        return f"wrong: {type(error).__name__}: {error}"
     finally:
-        if gs.operations(model):
-            gs.remove(model)
-    faults += traces(before, anatomy(model))
-    return [f"wrong: {fault}" for fault in faults]
+        gs.remove(runner.model)
+    faults += traces(before, anatomy(runner.model))
+    return f"wrong: {'; '.join(faults)}" if faults else ""

@@ -18,7 +18,7 @@ from ..errors import CaptureError
 from .anatomy import Anatomy, anatomy
 from .flow import Site
 from .rewrite import Orders, write
-from .runtime import holds_tensor, name_of
+from .runtime import holds_tensor, name_of, shown_as
 from .source import accepts
 from .unit import Unit
 
@@ -80,7 +80,7 @@ class Recorder:
         """Nothing is checked at the end of a call."""
 
     def carry(self, function: Callable[..., Any], events: list[Event]) -> Callable[..., Any]:
-        return functools.partial(function, _gs_count=events)
+        return shown_as(function, functools.partial(function, _gs_count=events))
 
     def carried(self, events: list[Event]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return lambda function: functools.wraps(function)(self.carry(function, events))

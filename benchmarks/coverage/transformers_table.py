@@ -1,0 +1,243 @@
+"""Which model classes of transformers are measured, what each is fed, and what its small config needs beyond sizes."""
+
+from typing import Any
+
+Row = tuple[str, str, dict[str, Any]]
+
+
+def _texts(*names: str) -> list[Row]:
+    return [(name, "text", {}) for name in names]
+
+
+ENCODERS: list[Row] = [
+    *_texts(
+        "BertForSequenceClassification",
+        "RobertaForSequenceClassification",
+        "XLMRobertaForMaskedLM",
+        "DistilBertForSequenceClassification",
+        "AlbertForMaskedLM",
+        "ElectraForSequenceClassification",
+        "MPNetForMaskedLM",
+        "DebertaV2ForSequenceClassification",
+        "DebertaForMaskedLM",
+        "ModernBertForMaskedLM",
+        "CamembertForMaskedLM",
+        "RoFormerForMaskedLM",
+        "FNetForMaskedLM",
+        "SqueezeBertForMaskedLM",
+        "ConvBertForMaskedLM",
+        "MobileBertForMaskedLM",
+        "LayoutLMForTokenClassification",
+        "NystromformerForMaskedLM",
+        "YosoForMaskedLM",
+        "EsmForMaskedLM",
+        "RemBertForMaskedLM",
+        "MegatronBertForMaskedLM",
+        "IBertForMaskedLM",
+        "FunnelForMaskedLM",
+        "XLNetLMHeadModel",
+        "XLMWithLMHeadModel",
+        "FlaubertWithLMHeadModel",
+        "LongformerForMaskedLM",
+        "BigBirdForMaskedLM",
+        "CanineForSequenceClassification",
+    ),
+]
+
+DECODERS: list[Row] = [
+    *_texts(
+        "LlamaForCausalLM",
+        "GPT2LMHeadModel",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "PhiForCausalLM",
+        "Phi3ForCausalLM",
+        "OPTForCausalLM",
+        "BloomForCausalLM",
+        "GPTNeoXForCausalLM",
+        "GPTJForCausalLM",
+        "GPTNeoForCausalLM",
+        "GPTBigCodeForCausalLM",
+        "FalconForCausalLM",
+        "StableLmForCausalLM",
+        "CohereForCausalLM",
+        "OlmoForCausalLM",
+        "Olmo2ForCausalLM",
+        "GraniteForCausalLM",
+        "Starcoder2ForCausalLM",
+        "SmolLM3ForCausalLM",
+        "MptForCausalLM",
+        "CodeGenForCausalLM",
+        "XGLMForCausalLM",
+        "BioGptForCausalLM",
+        "CTRLLMHeadModel",
+        "OpenAIGPTLMHeadModel",
+        "GlmForCausalLM",
+        "NemotronForCausalLM",
+        "HeliumForCausalLM",
+    ),
+]
+
+EXPERTS: list[Row] = _texts(
+    "MixtralForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "PhimoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "JetMoeForCausalLM",
+    "DbrxForCausalLM",
+    "GptOssForCausalLM",
+    "SwitchTransformersForConditionalGeneration",
+)
+
+STATE_SPACE: list[Row] = _texts(
+    "MambaForCausalLM",
+    "Mamba2ForCausalLM",
+    "FalconMambaForCausalLM",
+    "JambaForCausalLM",
+    "ZambaForCausalLM",
+    "Zamba2ForCausalLM",
+    "BambaForCausalLM",
+    "RecurrentGemmaForCausalLM",
+    "RwkvForCausalLM",
+    "FalconH1ForCausalLM",
+    "Lfm2ForCausalLM",
+)
+
+ENCODER_DECODERS: list[Row] = [
+    (name, "pair", {})
+    for name in (
+        "T5ForConditionalGeneration",
+        "MT5ForConditionalGeneration",
+        "BartForConditionalGeneration",
+        "MBartForConditionalGeneration",
+        "PegasusForConditionalGeneration",
+        "PegasusXForConditionalGeneration",
+        "MarianMTModel",
+        "M2M100ForConditionalGeneration",
+        "BlenderbotForConditionalGeneration",
+        "BlenderbotSmallForConditionalGeneration",
+        "LongT5ForConditionalGeneration",
+        "UMT5ForConditionalGeneration",
+        "PLBartForConditionalGeneration",
+        "MvpForConditionalGeneration",
+        "ProphetNetForConditionalGeneration",
+        "FSMTForConditionalGeneration",
+        "LEDForConditionalGeneration",
+        "NllbMoeForConditionalGeneration",
+    )
+]
+
+VISION: list[Row] = [
+    *(
+        (name, "image", {})
+        for name in (
+            "ViTForImageClassification",
+            "DeiTForImageClassification",
+            "BeitForImageClassification",
+            "Dinov2ForImageClassification",
+            "ViTMAEForPreTraining",
+            "ViTMSNForImageClassification",
+            "IJepaForImageClassification",
+            "SiglipVisionModel",
+            "CLIPVisionModelWithProjection",
+            "PvtForImageClassification",
+            "PvtV2ForImageClassification",
+        )
+    ),
+    *(
+        (name, "image64", {"image_size": 64})
+        for name in (
+            "SwinForImageClassification",
+            "Swinv2ForImageClassification",
+            "LevitForImageClassification",
+            "PoolFormerForImageClassification",
+        )
+    ),
+    *(
+        (name, "image64", {})
+        for name in (
+            "ConvNextForImageClassification",
+            "ConvNextV2ForImageClassification",
+            "ResNetForImageClassification",
+            "RegNetForImageClassification",
+            "MobileNetV1ForImageClassification",
+            "MobileNetV2ForImageClassification",
+            "MobileViTForImageClassification",
+            "MobileViTV2ForImageClassification",
+            "SegformerForSemanticSegmentation",
+            "EfficientNetForImageClassification",
+            "CvtForImageClassification",
+            "BitForImageClassification",
+            "FocalNetForImageClassification",
+            "HieraForImageClassification",
+            "SwiftFormerForImageClassification",
+        )
+    ),
+    ("TimesformerForVideoClassification", "video", {"num_frames": 4}),
+    ("VivitForVideoClassification", "video", {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
+    ("VideoMAEForVideoClassification", "video", {"num_frames": 4}),
+    ("PatchTSTForPrediction", "series", {"context_length": 64, "num_input_channels": 2, "patch_length": 8}),
+    ("PatchTSMixerForPrediction", "series", {"context_length": 64, "num_input_channels": 2, "patch_length": 8}),
+]
+
+_CONV = {
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 2),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "apply_spec_augment": False,
+}
+
+AUDIO: list[Row] = [
+    *(
+        (name, "waveform", _CONV)
+        for name in (
+            "Wav2Vec2ForCTC",
+            "HubertForCTC",
+            "WavLMForCTC",
+            "UniSpeechForCTC",
+            "UniSpeechSatForCTC",
+            "SEWForCTC",
+            "Data2VecAudioForCTC",
+        )
+    ),
+    (
+        "WhisperForConditionalGeneration",
+        "features",
+        {"num_mel_bins": 8, "max_source_positions": 20, "begin_suppress_tokens": None, "suppress_tokens": None},
+    ),
+    (
+        "Speech2TextForConditionalGeneration",
+        "frames and text",
+        {"input_feat_per_channel": 8, "conv_channels": 16, "num_conv_layers": 1, "conv_kernel_sizes": (3,)},
+    ),
+    ("ASTForAudioClassification", "spectrogram", {"max_length": 64, "num_mel_bins": 16, "patch_size": 8}),
+    ("EncodecModel", "waveform", {}),
+    ("Wav2Vec2BertForCTC", "frames", {"feature_projection_input_dim": 8, "apply_spec_augment": False}),
+]
+
+_PICTURED = {"vision_config": {"image_size": 32, "patch_size": 8}}
+
+MULTIMODAL: list[Row] = [
+    ("CLIPModel", "image and text", {"text_config": {"eos_token_id": 2}, **_PICTURED}),
+    ("SiglipModel", "image and text", dict(_PICTURED)),
+    ("ChineseCLIPModel", "image and text", dict(_PICTURED)),
+    ("AltCLIPModel", "image and text", dict(_PICTURED)),
+    ("BlipForConditionalGeneration", "image and text", dict(_PICTURED)),
+    ("GitForCausalLM", "image and text", dict(_PICTURED)),
+    ("FlavaModel", "image and text", {}),
+    ("ViltForMaskedLM", "image and text", {}),
+    ("XCLIPModel", "image and text", {}),
+    ("GroupViTModel", "image and text", {}),
+    ("CLIPSegForImageSegmentation", "image and text", {}),
+]
