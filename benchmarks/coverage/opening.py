@@ -2,15 +2,24 @@
 
 import random
 from collections import Counter
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import gradsurgery as gs
 from gradsurgery.capture.record import Op, record_ops
 
 from .._operated import Anatomy, anatomy
+from ..opened import keep
 from .checks import Plain, compared, traces
 from .runs import Runner
+
+
+class Keeping(nn.Module):
+    """An operator that changes nothing: the value in memory of its own, the gradient as it comes, in its very strides."""
+
+    def forward(self, value: Any) -> Any:
+        return keep(value)
 
 
 def kind(cls: type) -> str:
@@ -67,17 +76,13 @@ def _inserted(runner: Runner, places: list[str]) -> dict[str, str]:
         # Where the source does not tell which call it is, or whether it runs, an example does.
         for example in (None, runner.example()) if "@" not in at else (runner.example(),):
             try:
-                gs.insert(runner.model, at, gs.MapGradient(_passed), example=example)
+                gs.insert(runner.model, at, Keeping(), example=example)
                 break
             except gs.SurgeryError as error:
                 refusal = f"refused: {error}"
         else:
             refusals[at] = refusal
     return refusals
-
-
-def _passed(gradient: Tensor) -> Tensor:
-    return gradient
 
 
 def _faults(runner: Runner, known: Plain, before: Anatomy) -> str:
