@@ -2,7 +2,8 @@
 
     python -m benchmarks.coverage                     # hours; stop it at any time, it goes on where it was
     python -m benchmarks.coverage --only timm/resnet  # keys that contain this
-    python -m benchmarks.coverage --page              # docs/coverage.md from the lines there are
+    python -m benchmarks.coverage --again             # what failed or was not run
+    python -m benchmarks.coverage --commit --page     # benchmarks/coverage.jsonl and docs/coverage.md from the lines
 
 Each model appends one JSON line to ``out/coverage.jsonl``. A model runs in a process of its own kind: one that takes too
 long, too much memory, or crashes is recorded as not run, and the sweep goes on.
@@ -16,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .page import committed, page
+from .page import committed, failing, page
 from .sizes import sizes_of
 from .subjects import ordered, subjects
 from .worker import Worker, work
@@ -39,7 +40,7 @@ def sweep(options: argparse.Namespace) -> int:
     """Measure what has no line yet."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = lines_in(options.out)
-    have = {line["key"] for line in lines}
+    have = {line["key"] for line in lines if not (options.again and failing(line))}
     done = {cls for line in lines for cls, found in line.get("opened", {}).items() if found != "meta"}
     sizes = sizes_of(subjects(), options.out.with_name("coverage-sizes.json"))
     leading, rest = ordered(subjects(), sizes)
@@ -59,9 +60,7 @@ def sweep(options: argparse.Namespace) -> int:
             done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
             with options.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-            wrong = [*line.get("boundaries", []), *line.get("head", [])]
-            wrong += [f"{cls}: {found}" for cls, found in line.get("opened", {}).items() if ":" in found]
-            wrong += [f"not run: {line['not run']}"] if "not run" in line else []
+            wrong = failing(line)
             failed += bool(wrong)
             for fault in wrong:
                 bar.console.print(f"{subject.key}: {fault}", markup=False, highlight=False)
@@ -74,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--only", nargs="*", help="models whose key contains one of these")
+    parser.add_argument("--again", action="store_true", help="measure those again that failed or were not run")
     parser.add_argument("--seconds", type=float, default=120, help="the longest that one model may take")
     parser.add_argument("--gigabytes", type=float, default=16, help="the most memory that one model may take")
     parser.add_argument("--numeric", type=float, default=NUMERIC, help="more parameters than this run without values")
@@ -85,7 +85,8 @@ def main() -> int:
         work()
         return 0
     if options.commit:
-        COMMITTED.write_text(committed(lines_in(options.out)))
+        every = [subject.key for subject in subjects()]
+        COMMITTED.write_text(committed(lines_in(options.out), options.numeric, every))
     if options.page:
         PAGE.write_text(page(COMMITTED))
     if options.commit or options.page:

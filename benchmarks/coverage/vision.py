@@ -31,26 +31,27 @@ def _trial(build: Callable[[], nn.Module], channels: int, side: int, said: str =
     return Trial(said or f"{side}", build, inputs, inputs)
 
 
-def _timm_trials(name: str) -> Iterator[Trial]:
+def timm_trials(name: str, **more: Any) -> Iterator[Trial]:
+    """Sizes to try a model of timm at, the smallest first."""
     config = get_pretrained_cfg(name)
     channels, usual = (config.input_size[0], config.input_size[-1]) if config else (3, 224)
     if config and config.fixed_input_size:
         for side in SIDES:
             if side < usual:
                 yield _trial(
-                    lambda side=side: timm.create_model(name, img_size=side), channels, side, f"img_size={side}"
+                    lambda side=side: timm.create_model(name, img_size=side, **more), channels, side, f"img_size={side}"
                 )
     else:
         for side in SIDES:
             if side < usual:
-                yield _trial(lambda: timm.create_model(name), channels, side)
-    yield _trial(lambda: timm.create_model(name), channels, usual)
+                yield _trial(lambda: timm.create_model(name, **more), channels, side)
+    yield _trial(lambda: timm.create_model(name, **more), channels, usual)
 
 
 def timm_subjects() -> list[Subject]:
     """Every architecture that timm registers."""
     return [
-        Subject("timm", name, _model_to_module[name], lambda name=name: _timm_trials(name))
+        Subject("timm", name, _model_to_module[name], lambda name=name: timm_trials(name))
         for name in timm.list_models()
     ]
 

@@ -97,10 +97,11 @@ class Tap(nn.Module):
             )
         kept = armed[0]
         if kept.has_gradient != torch.is_grad_enabled():
+            then, now = ("on", "off") if kept.has_gradient else ("off", "on")
             raise CaptureError(
-                f"{asked}, but that ran with gradients {'on' if kept.has_gradient else 'off'}, and the model with them "
-                f"{'off' if kept.has_gradient else 'on'}: the head would train nothing. Inside torch.no_grad() there is no "
-                "gradient to take; under activation checkpointing use use_reentrant=False."
+                f"{asked}, but that ran with gradients {then}, and the model with them {now}: the head would train "
+                "nothing. Inside torch.no_grad() there is no gradient to take; under activation checkpointing use "
+                "use_reentrant=False."
             )
         return kept.value()
 
