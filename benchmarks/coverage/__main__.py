@@ -5,8 +5,8 @@
     python -m benchmarks.coverage --again             # what failed or was not run
     python -m benchmarks.coverage --commit --page     # benchmarks/coverage.jsonl and docs/coverage.md from the lines
 
-Each model appends one JSON line to ``out/coverage.jsonl``. A model runs in a process of its own kind: one that takes too
-long, too much memory, or crashes is recorded as not run, and the sweep goes on.
+Each model appends one JSON line to ``out/coverage.jsonl``. Models run in a process beside this one: a model that takes
+too long or too much memory, or crashes, is recorded as not run, and the sweep goes on.
 """
 
 import argparse

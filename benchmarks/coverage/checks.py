@@ -18,6 +18,9 @@ STRENGTHS = (0.5, 0.25, 2.0)
 
 HEAD = "gs_coverage"
 
+ROUNDING = 1e-5
+"""Of the norm of a gradient in single precision: what is put down to the order of additions."""
+
 
 class Reading(nn.Module):
     """A head with a parameter, for a value of any form."""
@@ -125,6 +128,20 @@ def compared(got: Left, right: Left, output: Any, numeric: bool) -> list[str]:
         return faults + ([] if got.reached() == right.reached() else ["backward: reaches other parameters"])
     faults = [] if same_output(got.output, output) else ["forward differs"]
     return faults + _named("gradients differ", got.differing(right))
+
+
+def is_rounding(got: Left, right: Left) -> bool:
+    """Whether gradients differ by no more than additions in another order make of them.
+
+    Where a value has several readers, an operator on one way to some of them adds up their gradients before the others'.
+    """
+    for name in got.differing(right):
+        one, other = got.gradients.get(name), right.gradients.get(name)
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
+            return False
+        if not float((one.double() - other.double()).norm()) <= ROUNDING * float(other.double().norm()):
+            return False
+    return True
 
 
 def identity(model: nn.Module) -> list[Any]:

@@ -10,13 +10,14 @@ import gradsurgery as gs
 from gradsurgery.capture.record import Op, record_ops
 
 from .._operated import Anatomy, anatomy
+from .._reference import same_output
 from ..opened import keep
-from .checks import Plain, compared, traces
+from .checks import Plain, compared, is_rounding, traces
 from .runs import Runner
 
 
 class Keeping(nn.Module):
-    """An operator that changes nothing: the value in memory of its own, the gradient as it comes, in its very strides."""
+    """An operator that changes nothing: the value in memory of its own, the gradient as it comes, strides and all."""
 
     def forward(self, value: Any) -> Any:
         return keep(value)
@@ -34,7 +35,7 @@ def _drawn(cls: type, ops: list[Op], every: list[Op]) -> tuple[Op, str]:
 
 
 def opened(runner: Runner, known: Plain, done: set[str]) -> dict[str, str]:
-    """By class: ``right``, ``no op``, ``refused: ...`` or ``wrong: ...``."""
+    """By class: ``right``, ``rounding``, ``no op``, ``meta``, ``refused: ...`` or ``wrong: ...``."""
     model = runner.model
     new = {cls: path for cls, path in known.ran.items() if kind(cls) not in done and cls is not nn.Sequential}
     found: dict[str, str] = {}
@@ -45,10 +46,11 @@ def opened(runner: Runner, known: Plain, done: set[str]) -> dict[str, str]:
         listed = {cls: recorded[k] for k, cls in enumerate(new)}
     except gs.SurgeryError:  # of one class; the others can be opened
         for cls, path in new.items():
-            try:
-                listed[cls] = record_ops(model, [model.get_submodule(path)], *runner.example())[0]
-            except gs.SurgeryError as error:
-                found[kind(cls)] = f"refused: {error}"
+            ops = _listed(runner, path)
+            if isinstance(ops, str):
+                found[kind(cls)] = ops
+            else:
+                listed[cls] = ops
     work: dict[type, tuple[str, Op]] = {}
     for cls, every in listed.items():
         ops = [op for op in every if op.dtype is None or op.dtype.is_floating_point]
@@ -64,8 +66,19 @@ def opened(runner: Runner, known: Plain, done: set[str]) -> dict[str, str]:
         fault = refusals.get(at, "")
         if not fault and together:  # each alone, to see whose it is
             fault = _inserted(runner, [at]).get(at) or _faults(runner, known, before)
+        if fault == "rounding":
+            found[kind(cls)] = fault
+            continue
         found[kind(cls)] = f"{fault} [{at}, {op.source}: {op.text}]" if fault else right
     return found
+
+
+def _listed(runner: Runner, path: str) -> list[Op] | str:
+    """The ops of one forward, or the refusal."""
+    try:
+        return record_ops(runner.model, [runner.model.get_submodule(path)], *runner.example())[0]
+    except gs.SurgeryError as error:
+        return f"refused: {error}"
 
 
 def _inserted(runner: Runner, places: list[str]) -> dict[str, str]:
@@ -92,6 +105,8 @@ def _faults(runner: Runner, known: Plain, before: Anatomy) -> str:
     try:
         left = runner.step()
         faults = compared(left, known.left, known.left.output, runner.device != "meta")
+        if len(faults) == 1 and runner.device != "meta" and same_output(left.output, known.left.output):
+            faults = ["rounding"] if is_rounding(left, known.left) else faults
         faults += [f"{row.address} never ran" for row in gs.operations(runner.model) if not row.runs]
     except gs.SurgeryError as error:
         return f"refused: {error}"
@@ -100,4 +115,6 @@ def _faults(runner: Runner, known: Plain, before: Anatomy) -> str:
     finally:
         gs.remove(runner.model)
     faults += traces(before, anatomy(runner.model))
+    if faults == ["rounding"]:
+        return "rounding"
     return f"wrong: {'; '.join(faults)}" if faults else ""

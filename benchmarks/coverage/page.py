@@ -19,27 +19,30 @@ Written by `python -m benchmarks.coverage --page` from `benchmarks/coverage.json
 
 Each model is built with random weights and held to three promises:
 
-* **Boundaries.** Reversals at the module that ends first, in the middle and last, all at once, each of another strength
-  (0.5, 0.25, 2). The forward, and the gradient of every parameter and of the input, against hooks written by hand at the same
-  modules. The class, the `state_dict` keys, the names and the identity of every parameter stay; undo leaves no trace.
-* **Opened.** In each class of modules that no earlier model has shown, one random op gets an operator that changes nothing: the
-  forward and every gradient of the whole model against the untouched model's.
-* **Head.** A head behind a reversal at the middle module: its output, its own gradient, the reversed gradient of the branch and
-  the plain gradient of the main path against a head cut in by hand.
+* **Boundaries.** Reversals at the module that ends first, in the middle and last, all at once, each of another
+  strength (0.5, 0.25, 2). The forward, and the gradient of every parameter and of the input, against hooks written by
+  hand at the same modules. The class, the `state_dict` keys, the names and the identity of every parameter stay; undo
+  leaves no trace.
+* **Opened.** In each class of modules that no earlier model has shown, one random op gets an operator that changes
+  nothing: the forward and every gradient of the whole model against the untouched model's.
+* **Head.** A head behind a reversal at the middle module: what it makes, its own gradient, the reversed gradient of the
+  branch and the plain gradient of the main path, against a head cut in by hand.
 """
 
 HOW = """
 ## How it was measured
 
-* **Numeric**: in training mode with a batch of two under one seed, one thread, on the CPU; every comparison is of every bit.
-  Drop-out and stochastic depth are on. On the smallest model of each family the forward in evaluation is compared, too. The input is
-  the smallest of a few sizes that the model takes in training mode.
-* **Meta**: above the size given below, and where it says so, on the meta device, which has shapes and no values: the addresses
-  resolve, the forward has the shapes of before, the backward reaches the same parameters, class, keys, names and undo are as
-  promised. No value is compared there, and such a model counts in no numeric figure.
-* Weights are noise, repeated from one block, since the time to draw them would exceed that of the check.
-* **Not run** is never counted as right: a model that does not build here, takes longer or more memory than the limit, ends its
-  process, or does not repeat its own gradients.
+* **Numeric**: in training mode with a batch of two under one seed, one thread, on the CPU; every comparison is of every
+  bit. Drop-out and stochastic depth are on. On the smallest model of each family the forward in evaluation is compared,
+  too. The input is the smallest of a few sizes that the model takes in training mode.
+* **Meta**: above the size given, on the meta device, which has shapes and no values: the addresses resolve, the forward
+  has the shapes of before, the backward reaches the same parameters; class, keys, names and undo are as promised. No
+  value is compared there, and such a model counts in no numeric figure.
+* **Up to rounding**: the value of the op has several readers, and the gradients of those behind the operator are added
+  up before the others'. The forward is bit-identical, and every gradient within 1e-5 of its norm.
+* Weights are noise, repeated from one block: to draw them anew would take longer than the check.
+* **Not run** is never counted as right: a model that does not build here, takes longer or more memory than the limit,
+  ends its process, or does not repeat its own gradients.
 """
 
 
@@ -58,9 +61,9 @@ def versions() -> dict[str, str]:
 
 
 def committed(lines: Iterable[dict[str, Any]], numeric: float, every: Iterable[str]) -> str:
-    """The lines without what can be measured again: one short line a model, and first what was to be measured with what.
+    """One short line a model; the first line says what was to be measured, and with which versions.
 
-    What is right is left out, and so are the classes that opened, but for their number.
+    What is right is left out, and of the classes that opened only the number is kept.
     """
     every = list(every)
     lines = sorted((line for line in lines if line["key"] in set(every)), key=lambda line: line["key"])
@@ -97,7 +100,8 @@ def _row(library: str, lines: list[dict[str, Any]], of: int) -> str:
     found: collections.Counter[str] = collections.Counter()
     for line in ran:
         found.update(line.get("opened", {}))
-    tried = found["right"] + found["wrong"] + found["refused"]
+    reached = found["right"] + found["rounding"]
+    tried = reached + found["wrong"] + found["refused"]
     cells = [
         library,
         of,
@@ -107,7 +111,8 @@ def _row(library: str, lines: list[dict[str, Any]], of: int) -> str:
         of - len(lines),
         _ratio(sum("boundaries" not in line for line in numeric), len(numeric)),
         _ratio(sum("head" not in line for line in numeric), len(numeric)),
-        _ratio(found["right"], tried),
+        _ratio(reached, tried),
+        found["rounding"],
         sum("boundaries" not in line and "head" not in line for line in meta),
     ]
     return "| " + " | ".join(map(str, cells)) + " |"
@@ -127,6 +132,7 @@ def page(path: Path) -> str:
         "boundaries",
         "head",
         "classes opened",
+        "of these up to rounding",
         "meta as promised",
     )
     text = [HEAD, "With " + ", ".join(f"{name} {version}" for name, version in first["versions"].items()) + ".", ""]
@@ -135,7 +141,7 @@ def page(path: Path) -> str:
     text.append(_row("all", lines, sum(first["of"].values())))
     text += [
         "",
-        "Boundaries, heads and opened classes are counted over what ran; a class on the meta device is in none of them.",
+        "Figures are over the numeric runs; a class that was opened on the meta device is in none of them.",
     ]
     text.append(
         f"Numeric up to {first['numeric up to'] / 1e6:g} million parameters. *Not reached*: the run was stopped before."

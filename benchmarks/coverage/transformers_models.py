@@ -38,7 +38,11 @@ SIZES: dict[str, Any] = {
 def small(kind: Any, **given: Any) -> Any:
     """A config of this class with small sizes; ``given`` are those that the class needs otherwise."""
     known = kind().to_dict()
-    sizes = {name: size for name, size in SIZES.items() if name in known and (known[name] is not None or name == "vocab_size")}
+    sizes = {
+        name: size
+        for name, size in SIZES.items()
+        if name in known and (known[name] is not None or name == "vocab_size")
+    }
     parts = getattr(kind, "sub_configs", {})
     for name, part in parts.items():
         if name in known and name not in given and hasattr(part, "model_type"):

@@ -30,18 +30,16 @@ ENCODERS: list[Row] = [
         "LayoutLMForTokenClassification",
         "NystromformerForMaskedLM",
         "YosoForMaskedLM",
-        "EsmForMaskedLM",
         "RemBertForMaskedLM",
         "MegatronBertForMaskedLM",
         "IBertForMaskedLM",
         "FunnelForMaskedLM",
         "XLNetLMHeadModel",
-        "XLMWithLMHeadModel",
-        "FlaubertWithLMHeadModel",
         "LongformerForMaskedLM",
-        "BigBirdForMaskedLM",
         "CanineForSequenceClassification",
     ),
+    ("EsmForMaskedLM", "text", {"pad_token_id": 1, "mask_token_id": 4}),
+    ("BigBirdForMaskedLM", "text", {"attention_type": "original_full"}),
 ]
 
 DECODERS: list[Row] = [
@@ -59,8 +57,6 @@ DECODERS: list[Row] = [
         "OPTForCausalLM",
         "BloomForCausalLM",
         "GPTNeoXForCausalLM",
-        "GPTJForCausalLM",
-        "GPTNeoForCausalLM",
         "GPTBigCodeForCausalLM",
         "FalconForCausalLM",
         "StableLmForCausalLM",
@@ -71,45 +67,62 @@ DECODERS: list[Row] = [
         "Starcoder2ForCausalLM",
         "SmolLM3ForCausalLM",
         "MptForCausalLM",
-        "CodeGenForCausalLM",
         "XGLMForCausalLM",
         "BioGptForCausalLM",
         "CTRLLMHeadModel",
         "OpenAIGPTLMHeadModel",
         "GlmForCausalLM",
-        "NemotronForCausalLM",
         "HeliumForCausalLM",
     ),
+    ("GPTJForCausalLM", "text", {"rotary_dim": 4}),
+    ("CodeGenForCausalLM", "text", {"rotary_dim": 4}),
+    ("GPTNeoForCausalLM", "text", {"attention_types": [[["global", "local"], 1]], "num_layers": 2}),
+    ("NemotronForCausalLM", "text", {"num_key_value_heads": 2, "head_dim": 8}),
 ]
 
-EXPERTS: list[Row] = _texts(
-    "MixtralForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "OlmoeForCausalLM",
-    "PhimoeForCausalLM",
-    "GraniteMoeForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "JetMoeForCausalLM",
-    "DbrxForCausalLM",
-    "GptOssForCausalLM",
-    "SwitchTransformersForConditionalGeneration",
-)
+_LATENT = {
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+}
 
-STATE_SPACE: list[Row] = _texts(
-    "MambaForCausalLM",
-    "Mamba2ForCausalLM",
-    "FalconMambaForCausalLM",
-    "JambaForCausalLM",
-    "ZambaForCausalLM",
-    "Zamba2ForCausalLM",
-    "BambaForCausalLM",
-    "RecurrentGemmaForCausalLM",
-    "RwkvForCausalLM",
-    "FalconH1ForCausalLM",
-    "Lfm2ForCausalLM",
-)
+EXPERTS: list[Row] = [
+    *_texts(
+        "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "OlmoeForCausalLM",
+        "PhimoeForCausalLM",
+        "GraniteMoeForCausalLM",
+        "JetMoeForCausalLM",
+        "GptOssForCausalLM",
+    ),
+    ("DeepseekV2ForCausalLM", "text", _LATENT),
+    ("DeepseekV3ForCausalLM", "text", _LATENT | {"n_group": 2, "topk_group": 1}),
+    ("SwitchTransformersForConditionalGeneration", "pair", {}),
+]
+
+STATE_SPACE: list[Row] = [
+    *_texts(
+        "MambaForCausalLM",
+        "FalconMambaForCausalLM",
+        "JambaForCausalLM",
+        "RecurrentGemmaForCausalLM",
+        "RwkvForCausalLM",
+        "FalconH1ForCausalLM",
+        "Lfm2ForCausalLM",
+    ),
+    ("Mamba2ForCausalLM", "text", {"num_heads": 8, "n_groups": 1, "state_size": 8}),
+    (
+        "BambaForCausalLM",
+        "text",
+        {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]},
+    ),
+]
 
 ENCODER_DECODERS: list[Row] = [
     (name, "pair", {})

@@ -67,7 +67,8 @@ class Worker:
     def measured(self, key: str, numeric: float, done: set[str], evaluate: bool) -> Line:
         """The line of one model; one that could not be finished says why under ``not run``."""
         process = self._started()
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         request: dict[str, Any] = {"key": key, "numeric": numeric, "evaluate": evaluate}
         request["done"] = sorted(done - self.sent)
         self.sent |= done

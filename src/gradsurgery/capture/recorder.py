@@ -19,8 +19,6 @@ from .anatomy import Anatomy, anatomy
 from .flow import Site
 from .rewrite import Orders, write
 from .runtime import holds_tensor, name_of, shown_as
-from .source import accepts
-from .unit import Unit
 
 
 @dataclass(frozen=True)
@@ -116,26 +114,12 @@ def attach(module: nn.Module) -> Recorder:
 @functools.lru_cache(maxsize=1024)
 def _recording(body: Anatomy) -> tuple[Recorder, dict[str, Callable[..., Any]]]:
     orders, sites = Orders(), list[Site]()
-    closed = _closed(body)
-    for unit in body.units.values():
-        for site in () if unit in closed else unit.sites.values():
+    for unit in () if body.root.names.rebinds_self() else body.units.values():
+        for site in unit.sites.values():
             orders.slots[unit, site.node] = [len(sites)]
             sites.append(site)
     orders.plan = recorder = Recorder(sites)
     return recorder, write(body, orders)
-
-
-def _closed(body: Anatomy) -> set[Unit]:
-    """The functions that no counter can be passed to, and those that only they may lead to."""
-    closed = {
-        unit
-        for unit in body.units.values()
-        if unit.names.rebinds_self()
-        or (unit is not body.root and not all(accepts(wrapper, "_gs_count") for wrapper in unit.wrappers))
-    }
-    while more := {reach.unit for unit in closed for reach in unit.reaches.values()} - closed:
-        closed |= more
-    return closed
 
 
 def check_instance(module: nn.Module, body: Anatomy) -> None:
