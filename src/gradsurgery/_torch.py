@@ -73,14 +73,13 @@ def is_in_reverse() -> bool:
 
 
 def is_recorded_transform() -> bool:
-    """Whether ``make_fx`` records a transform of ``torch.func`` op by op, as ``torch.func.linearize`` has it do.
+    """Whether ``make_fx`` records a transform or forward AD op by op, as ``torch.func.linearize`` has it do.
 
     The safe answer is no.
     """
     if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
         return False
-    active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return active is not None and active() and _is_proxied()
+    return is_transformed() and _is_proxied()
 
 
 def _is_proxied() -> bool:

@@ -88,6 +88,12 @@ REFUSALS = [
         [place for place in PLACES if place != "GraphModule"],
     ),
     Refusal(
+        r"nested, strided",
+        "An autograd.Function asks for the shape of the older nested tensor, which has none; use layout=torch.jagged.",
+        "NestedTensorImpl doesn't support sizes",
+        ["MapGradient"],
+    ),
+    Refusal(
         r"checkpoint around, reentrant",
         "Torch refuses a reentrant checkpoint whose output needs no gradient, by hand as well.",
         "none of output has requires_grad=True",

@@ -34,7 +34,6 @@ __all__ = [
     "scaled_by_formula",
     "stopped",
     "stopped_by_formula",
-    "takes_functions",
 ]
 
 
@@ -216,7 +215,7 @@ class _ReplacedInTransform(Function):
 # --- the dispatch -----------------------------------------------------------------------------------------------------
 
 
-def takes_functions(x: Tensor) -> bool:
+def _takes_functions(x: Tensor) -> bool:
     """Every layout does but the older nested tensor, whose shape a Function asks for and fails."""
     return not (x.is_nested and x.layout is torch.strided)
 
@@ -231,7 +230,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
         if not torch.is_grad_enabled():
             # Not x itself: used later with gradients on, it would pass the gradient unscaled.
             return x.detach()
-        if takes_functions(x):
+        if _takes_functions(x):
             return _Scaled.apply(x, factor)
     elif torch.onnx.is_in_onnx_export():
         # A graph for inference: the older exporter would drop the overwriting and keep the product.
@@ -269,7 +268,7 @@ def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
         )
     value = value.detach().to(x.dtype)
     if not is_observed():
-        if takes_functions(x):
+        if _takes_functions(x):
             return _Replaced.apply(x, value)
     elif torch.onnx.is_in_onnx_export():
         return value

@@ -25,7 +25,7 @@ GradientFunction = Callable[[Tensor], Tensor]
 _FUNCTIONS: dict[str, GradientFunction] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[misc, no-untyped-call]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def kept_name(fn: GradientFunction) -> str | None:
     """The name under which a graph can hold ``fn``, from now on known here; None where it has none.
 

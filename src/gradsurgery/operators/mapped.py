@@ -10,7 +10,7 @@ from torch.autograd.function import Function
 from .._torch import is_in_reverse, is_observed, is_transformed
 from ..errors import OperatorError
 from .coefficient import name_of
-from .formula import exact_copy, is_differentiable, scaled, takes_functions
+from .formula import exact_copy, is_differentiable
 from .kept import kept_name, map_by_name
 from .shape import refuse_other_shape
 
@@ -35,13 +35,7 @@ def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         return _Mapped.apply(x, fn)
     if not x.requires_grad:
         return x
-    if not torch.is_grad_enabled():
-        return x.detach()
-    if takes_functions(x):
-        return _Mapped.apply(x, fn)
-    y = scaled(x, 1.0)
-    y.register_hook(lambda grad: _mapped_gradient(fn, grad))
-    return y
+    return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()
 
 
 def _mapped_gradient(fn: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -92,7 +86,9 @@ def _refuse_to_map(fn: Callable[..., Any]) -> NoReturn:
     raise OperatorError(
         f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
         "(torch.export, torch.jit.trace, make_fx) or pushes tangents forward (jvp, jacfwd, hessian, forward AD). "
-        "Nothing carries a function of the gradient there, and the plain gradient would be left in silence. "
-        "Run it in eager, under torch.compile or a reverse transform of torch.func, or use scale_gradient where the "
-        "function is a factor."
+        "A recorded graph keeps a function of the gradient by its name, as pickle does, and nothing at all keeps one "
+        "going forward; the plain gradient would be left in silence. "
+        "To record it, define fn at the top of a module that can be imported (not in __main__, no lambda, no module). "
+        "Otherwise run it in eager, under torch.compile or a reverse transform of torch.func, use scale_gradient where "
+        "the function is a factor, or call gradsurgery.remove first where the graph is for inference."
     )

@@ -257,8 +257,12 @@ class MapGradient(_OfFunction):
 
     Raises:
         OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that
-            would lose ``fn``, ``torch.jit.script`` among them.
+            cannot keep ``fn``; see ``map_gradient``.
     """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fn)
+        kept_name(fn)  # a graph that was recorded elsewhere finds it from here on
 
     def forward(self, x: Tensor) -> Tensor:
         return map_gradient(x, self.fn)
