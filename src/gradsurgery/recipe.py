@@ -177,7 +177,7 @@ def apply(
     steps = _steps(recipe)
     try:
         for step in steps:
-            wanted.append(_wanted(step, wanted, functions or {}))  # noqa: PERF401 - each may refer to one before
+            wanted.append(_wanted(step, wanted, functions or {}))
     except SurgeryError as error:
         raise type(error)(f"in operation {len(wanted)} of the recipe, {error}") from error
     return operate(model, wanted, example, inplace)
