@@ -116,6 +116,11 @@ def without_matplotlib() -> None:
         audit.plot()  # type: ignore[attr-defined]
 
 
+def recipe(**change: Any) -> Callable[[], object]:
+    step = {"at": "0", "operator": "MapGradient", "fn": "os:abort"}
+    return lambda: gs.apply(model(), {"format": 1, "operations": [step], **change})
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "the model has no module": grl("3"),
     "no module that runs": grl("x.*"),
@@ -131,6 +136,12 @@ CAUSES: dict[str, Callable[[], object]] = {
     "are still to be made by a first forward": lambda: gs.audit(
         gs.insert_grl(nn.Sequential(nn.LazyLinear(2)), "0"), torch.ones(1, 3)
     ),
+    "is no function that a module holds": measured(gs.MapGradient(lambda g: g), lambda net, *_, loss: gs.recipe(net)),
+    "which is no data": measured(Backward(), lambda net, *_, loss: gs.recipe(net)),
+    "Nothing is imported because a recipe says so": recipe(),
+    "the recipe has format": recipe(format=2),
+    "which means nothing here": recipe(heads=[]),
+    "and a head has weights": lambda: gs.recipe(gs.attach_head(model(), "2", nn.Linear(2, 2))),
     "loss was asked for a scalar": measured(gs.StopGradient(), loss=lambda y: y),
     "no loss was given": lambda: gs.audit(gs.insert_grl(Indexed(), "linear"), torch.ones(1, 2)),
     "the loss depends on no parameter": measured(gs.StopGradient(), loss=lambda y: y.detach().sum()),

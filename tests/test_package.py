@@ -39,6 +39,8 @@ PUBLIC = [
     "sites",
     "disabled",
     "graph",
+    "recipe",
+    "apply",
     "audit",
     "verify",
     "Audit",

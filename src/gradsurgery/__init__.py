@@ -27,6 +27,7 @@ from .operators import (
     stop_gradient,
     straight_through,
 )
+from .recipe import apply, recipe
 from .report import Audit
 from .review import disabled, graph, operations, remove, sites
 from .schedule import GRLScheduler
@@ -55,6 +56,7 @@ __all__ = [
     "SurgeryError",
     "VerificationError",
     "__version__",
+    "apply",
     "attach_head",
     "audit",
     "detached_transform",
@@ -68,6 +70,7 @@ __all__ = [
     "insert_transform",
     "map_gradient",
     "operations",
+    "recipe",
     "remove",
     "reverse_gradient",
     "scale_gradient",
