@@ -121,6 +121,33 @@ def recipe(**change: Any) -> Callable[[], object]:
     return lambda: gs.apply(model(), {"format": 1, "operations": [step], **change})
 
 
+class Scaled(nn.Module):
+    """What TorchScript makes of it is another number, or no gradient."""
+
+    def __init__(self, scripted: float, stop: bool = False) -> None:
+        super().__init__()
+        self.linear, self.scripted, self.stop = nn.Linear(2, 2), scripted, stop
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if torch.jit.is_scripting():
+            if self.stop:
+                x = x.detach()
+            return x * self.scripted
+        return x
+
+
+class Unscriptable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(torch, "is_" + "tensor")(x) and torch.jit.is_tracing():
+            raise ValueError("not to be traced")
+        return x
+
+
+def script(model: nn.Module, example: Any = None) -> Callable[[], object]:
+    return lambda: gs.to_torchscript(model, example=example)
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "the model has no module": grl("3"),
     "no module that runs": grl("x.*"),
@@ -148,6 +175,12 @@ CAUSES: dict[str, Callable[[], object]] = {
     "did not run in this forward": idle,
     "was to keep its promise": measured(Never()),
     "to leave the forward as promised": measured(Louder()),
+    "to give the outputs of the original": script(Scaled(2.0), torch.ones(1, 2)),
+    "to have the gradients of the original": script(Scaled(1.0, stop=True), torch.ones(1, 2)),
+    "exists already": lambda: gs.to_torchscript(model(), __file__),
+    "cannot compile this model": script(Unscriptable()),
+    "can neither be compiled": script(Unscriptable(), torch.ones(1)),
+    "refuses this model": lambda: gs.to_exported(Unscriptable(), (torch.ones(1), 1, 2)),
     "has a method called backward": measured(Backward()),
     "is not installed": without_matplotlib,
     "There is a negative number": grl("0", -1.0),

@@ -195,7 +195,7 @@ def test_nothing_and_what_is_lost_are_refused() -> None:
     with pytest.raises(gs.AddressError, match="nothing was inserted"):
         gs.recipe(nn.Linear(1, 1))
     net = gs.insert_grl(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "1")
-    with pytest.raises(gs.SurgeryError, match="'1' are lost"):
+    with pytest.raises(gs.VerificationError, match="at '1' was inserted and is lost"):
         gs.recipe(nn.SyncBatchNorm.convert_sync_batchnorm(net))
 
 

@@ -9,6 +9,7 @@ Everything else about the model stays as it was: class, methods, hooks, paramete
 """
 
 from .audit import audit
+from .convert import to_exported, to_onnx, to_torchscript
 from .errors import AddressError, CaptureError, OperatorError, SurgeryError, VerificationError
 from .heads import DomainHead, attach_head
 from .operators import (
@@ -77,5 +78,8 @@ __all__ = [
     "sites",
     "stop_gradient",
     "straight_through",
+    "to_exported",
+    "to_onnx",
+    "to_torchscript",
     "verify",
 ]

@@ -13,7 +13,6 @@ from torch import nn
 
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Example
-from .ledger import lost_places
 from .listing import places_of
 from .operators import (
     DetachedTransform,
@@ -28,6 +27,7 @@ from .operators.coefficient import name_of
 from .surgery import Wanted, operate
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
+from .verify import refuse_lost
 from .wrappers import bare
 
 __all__ = ["apply", "recipe"]
@@ -65,15 +65,11 @@ def recipe(model: nn.Module) -> dict[str, Any]:
     Raises:
         AddressError: where nothing was inserted.
         OperatorError: where an operator is no data: one of your own, or one whose function cannot be imported by name.
-        SurgeryError: where there is a head, which has weights, or an operator that another tool has lost.
+        SurgeryError: where there is a head, which has weights.
+        VerificationError: where another tool has lost an operator.
     """
     root = bare(model)
-    lost = [place.where.text(path) for path, place, _ in lost_places(root)]
-    if lost:
-        raise SurgeryError(
-            f"a recipe was asked for, but the operators at {', '.join(map(repr, lost))} are lost: another tool has "
-            "replaced the module that they were on. Insert them again, or drop them with gs.remove(model, at)."
-        )
+    refuse_lost(root)
     steps: list[dict[str, Any]] = []
     places: set[int] = set()
     operators: dict[int, int] = {}
