@@ -133,7 +133,7 @@ def compared(got: Left, right: Left, output: Any, numeric: bool) -> list[str]:
 def is_rounding(got: Left, right: Left) -> bool:
     """Whether gradients differ by no more than additions in another order make of them.
 
-    Where a value has several readers, an operator on one way to some of them adds up their gradients before the others'.
+    Where a value has several readers, an operator on the way to some adds up their gradients before the others'.
     """
     for name in got.differing(right):
         one, other = got.gradients.get(name), right.gradients.get(name)
