@@ -101,7 +101,7 @@ EXPERTS: list[Row] = [
         "JetMoeForCausalLM",
         "GptOssForCausalLM",
     ),
-    ("DeepseekV2ForCausalLM", "text", _LATENT),
+    ("DeepseekV2ForCausalLM", "text", _LATENT | {"num_experts_per_tok": 2, "n_routed_experts": 4}),
     ("DeepseekV3ForCausalLM", "text", _LATENT | {"n_group": 2, "topk_group": 1}),
     ("SwitchTransformersForConditionalGeneration", "pair", {}),
 ]
