@@ -113,10 +113,10 @@ STATE_SPACE: list[Row] = [
         "JambaForCausalLM",
         "RecurrentGemmaForCausalLM",
         "RwkvForCausalLM",
-        "FalconH1ForCausalLM",
         "Lfm2ForCausalLM",
     ),
     ("Mamba2ForCausalLM", "text", {"num_heads": 8, "n_groups": 1, "state_size": 8}),
+    ("FalconH1ForCausalLM", "text", {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}),
     (
         "BambaForCausalLM",
         "text",

@@ -6,14 +6,15 @@ has its own, since replicas of a model run at the same time.
 """
 
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import is_observed
 from .address import Where
+from .capture.versions import is_changed, note_version, version
 from .elements import element_of
 from .errors import CaptureError, OperatorError
 from .operators.formula import copied
@@ -27,31 +28,41 @@ class _Kept:
     """A value as it passed, also where the model changes it in place before the head takes it.
 
     The value itself serves where it was not changed, so that its gradients add up in the order of a head that is
-    written at the end of the forward; else a copy that was made as it passed, which is where a graph break or a tracer
-    hides the change, too.
+    written at the end of the forward; else a copy that was made as it passed.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, key: str) -> None:
         self.passed = value
+        self.key = key
         self.copy = map_tensors(_copied, value)
-        self.versions = _versions(value)
+        self.versions = [self._noted(k, tensor) for k, tensor in enumerate(_tensors(value))]
         self.has_gradient = torch.is_grad_enabled()
 
+    def _noted(self, k: int, tensor: Any) -> int:
+        note_version(tensor, f"{self.key} {k}")
+        return version(tensor)
+
     def value(self) -> Any:
-        return self.passed if self.versions is not None and self.versions == _versions(self.passed) else self.copy
+        for k, tensor in enumerate(_tensors(self.passed)):
+            # What a tracer has in the place of a tensor does not tell.
+            if not isinstance(tensor, Tensor) or is_changed(tensor, f"{self.key} {k}", self.versions[k]):
+                return self.copy
+        return self.passed
 
 
 def _copied(tensor: Any) -> Any:
-    return copied(tensor) if isinstance(tensor, Tensor) else tensor.clone()  # a stand-in, of a tracer
+    return copied(tensor) if isinstance(tensor, Tensor) else tensor.clone()
 
 
-def _versions(value: Any) -> list[int] | None:
-    """How often each tensor was changed in place; None where that cannot be told."""
+def _tensors(value: Any) -> list[Any]:
     found: list[Any] = []
-    map_tensors(found.append, value)
-    if is_observed() or not all(isinstance(one, Tensor) and not one.is_inference() for one in found):
-        return None
-    return [one._version for one in found]
+
+    def note(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
 
 
 class Tap(nn.Module):
@@ -61,6 +72,7 @@ class Tap(nn.Module):
         super().__init__()
         self.address = address
         self.name = name
+        self.key = uuid.uuid4().hex
         self._armed: dict[int, list[_Kept]] = {}
 
     def arm(self) -> None:
@@ -70,7 +82,7 @@ class Tap(nn.Module):
     def forward(self, value: Any) -> Any:
         armed = self._armed.get(_thread())
         if armed is not None:
-            armed.append(_Kept(value))
+            armed.append(_Kept(value, self.key))
         return value
 
     def disarm(self) -> None:
@@ -106,7 +118,7 @@ class Tap(nn.Module):
         return kept.value()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_armed": {}}
+        return {**super().__getstate__(), "_armed": {}, "key": uuid.uuid4().hex}
 
     def extra_repr(self) -> str:
         return f"head={self.name!r}"
