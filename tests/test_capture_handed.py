@@ -81,3 +81,17 @@ def test_a_function_that_is_handed_over_shows_the_signature_it_was_written_with(
     plain = weights(model, x)
     gs.insert_grl(model, ":tanh@1", example=x)
     assert torch.equal(weights(model, x)["b"], -plain["b"])
+
+
+def test_the_class_that_is_recorded_goes_by_its_own_name():
+    seen = []
+
+    class Named(Base):
+        def forward(self, x):
+            seen.append(str(type(self)))  # transformers looks up by it what a model records
+            return torch.tanh(self.a(x))
+
+    model, x = Named(), torch.randn(3, 4)
+    gs.insert_grl(model, ":tanh", example=x)
+    model(x)
+    assert set(seen) == {str(Named)}

@@ -41,7 +41,9 @@ def sweep(options: argparse.Namespace) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = lines_in(options.out)
     have = {line["key"] for line in lines if not (options.again and failing(line))}
-    done = {cls for line in lines for cls, found in line.get("opened", {}).items() if found != "meta"}
+    done = {
+        cls for line in lines if line["key"] in have for cls, found in line.get("opened", {}).items() if found != "meta"
+    }
     sizes = sizes_of(subjects(), options.out.with_name("coverage-sizes.json"))
     leading, rest = ordered(subjects(), sizes)
     first = {subject.key for subject in leading}

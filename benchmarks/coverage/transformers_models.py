@@ -38,11 +38,9 @@ SIZES: dict[str, Any] = {
 def small(kind: Any, **given: Any) -> Any:
     """A config of this class with small sizes; ``given`` are those that the class needs otherwise."""
     known = kind().to_dict()
-    sizes = {
-        name: size
-        for name, size in SIZES.items()
-        if name in known and (known[name] is not None or name == "vocab_size")
-    }
+    # Some classes have a list, one size a stage, where most have one number.
+    sizes = {name: size for name, size in SIZES.items() if isinstance(known.get(name), int | float)}
+    sizes |= {"vocab_size": SIZES["vocab_size"]} if "vocab_size" in known else {}
     parts = getattr(kind, "sub_configs", {})
     for name, part in parts.items():
         if name in known and name not in given and hasattr(part, "model_type"):
@@ -70,6 +68,7 @@ def _inputs(kind: str) -> Callable[[str], tuple[tuple[Any, ...], dict[str, Any]]
             "image and text": lambda: {"pixel_values": noise(3, 32, 32), "input_ids": ids(8)},
             "video": lambda: {"pixel_values": noise(4, 3, 32, 32)},
             "waveform": lambda: {"input_values": noise(1600)},
+            "channel": lambda: {"input_values": noise(1, 1600)},
             "features": lambda: {"input_features": noise(8, 40), "decoder_input_ids": ids(6)},
             "frames": lambda: {"input_features": noise(40, 8)},
             "frames and text": lambda: {"input_features": noise(40, 8), "decoder_input_ids": ids(6)},

@@ -148,6 +148,8 @@ ENCODER_DECODERS: list[Row] = [
     )
 ]
 
+_WINDOWED = {"image_size": 64, "patch_size": 4, "window_size": 2, "embed_dim": 24, "hidden_size": 192}
+
 VISION: list[Row] = [
     *(
         (name, "image", {})
@@ -165,15 +167,11 @@ VISION: list[Row] = [
             "PvtV2ForImageClassification",
         )
     ),
-    *(
-        (name, "image64", {"image_size": 64})
-        for name in (
-            "SwinForImageClassification",
-            "Swinv2ForImageClassification",
-            "LevitForImageClassification",
-            "PoolFormerForImageClassification",
-        )
-    ),
+    ("SwinForImageClassification", "image64", _WINDOWED),
+    ("Swinv2ForImageClassification", "image64", _WINDOWED),
+    ("LevitForImageClassification", "image64", {"image_size": 64, "patch_size": 16}),
+    ("PoolFormerForImageClassification", "image64", {"image_size": 64}),
+    ("HieraForImageClassification", "image64", {"image_size": [64, 64]}),
     *(
         (name, "image64", {})
         for name in (
@@ -184,16 +182,15 @@ VISION: list[Row] = [
             "MobileNetV1ForImageClassification",
             "MobileNetV2ForImageClassification",
             "MobileViTForImageClassification",
-            "MobileViTV2ForImageClassification",
             "SegformerForSemanticSegmentation",
-            "EfficientNetForImageClassification",
             "CvtForImageClassification",
             "BitForImageClassification",
             "FocalNetForImageClassification",
-            "HieraForImageClassification",
             "SwiftFormerForImageClassification",
         )
     ),
+    ("MobileViTV2ForImageClassification", "image64", {"patch_size": 2}),
+    ("EfficientNetForImageClassification", "image64", {"hidden_dim": 2560}),
     ("TimesformerForVideoClassification", "video", {"num_frames": 4}),
     ("VivitForVideoClassification", "video", {"num_frames": 4, "tubelet_size": [2, 8, 8]}),
     ("VideoMAEForVideoClassification", "video", {"num_frames": 4}),
@@ -235,7 +232,7 @@ AUDIO: list[Row] = [
         {"input_feat_per_channel": 8, "conv_channels": 16, "num_conv_layers": 1, "conv_kernel_sizes": (3,)},
     ),
     ("ASTForAudioClassification", "spectrogram", {"max_length": 64, "num_mel_bins": 16, "patch_size": 8}),
-    ("EncodecModel", "waveform", {}),
+    ("EncodecModel", "channel", {}),
     ("Wav2Vec2BertForCTC", "frames", {"feature_projection_input_dim": 8, "apply_spec_augment": False}),
 ]
 
@@ -250,7 +247,5 @@ MULTIMODAL: list[Row] = [
     ("GitForCausalLM", "image and text", dict(_PICTURED)),
     ("FlavaModel", "image and text", {}),
     ("ViltForMaskedLM", "image and text", {}),
-    ("XCLIPModel", "image and text", {}),
     ("GroupViTModel", "image and text", {}),
-    ("CLIPSegForImageSegmentation", "image and text", {}),
 ]

@@ -107,7 +107,9 @@ def attach(module: nn.Module) -> Recorder:
     recorder, namespace = _recording(body)
     module.__dict__.pop("forward", None)
     cls: Any = type(module)
-    object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), dict(namespace)))
+    # Under its own name in full: transformers looks up by it which outputs a model records.
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), {**namespace, **named}))
     return recorder
 
 
