@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "archive_reader",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
@@ -25,11 +26,33 @@ __all__ = [
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
+    "read_program",
     "replaced_parameters",
     "saved_tensors_hooks",
     "without_wrappers",
     "wrapped_attribute",
 ]
+
+
+def archive_reader(content: Any) -> Any:
+    """The reader of export archives that torch itself uses; without one it is None, and nobody can look inside."""
+    try:
+        from torch.export.pt2_archive import PT2ArchiveReader
+    except ImportError:
+        return None
+    return PT2ArchiveReader(content)
+
+
+def read_program(content: Any) -> Any:
+    """The program in an export archive that has been looked into, or None where there is no such reader.
+
+    ``torch.export.load`` would go on to an older format, and unpickle, where this one raises.
+    """
+    try:
+        from torch.export.pt2_archive._package import load_pt2
+    except ImportError:
+        return None
+    return load_pt2(content).exported_programs.get("model")
 
 
 def is_observed() -> bool:
