@@ -190,6 +190,9 @@ CAUSES: dict[str, Callable[[], object]] = {
     "Give an fn that keeps the shape": lambda: gs.straight_through(torch.ones(2), lambda x: x[:1]),
     "TorchScript cannot compile": scripted,
     "pushes tangents forward": lambda: torch.export.export(gs.MapGradient(torch.neg), (torch.ones(2),)),
+    "A recorded graph asks for map_gradient": lambda: torch.ops.gradsurgery.map_gradient(
+        torch.ones(2), "elsewhere:clip"
+    ),
     "was inserted and is lost": lost,
     "is wrapped in nn.DataParallel": grl("0", on=nn.DataParallel(model())),
     "Give an nn.Module": grl("0", on={"a": 1}),

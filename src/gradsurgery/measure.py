@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ._torch import quiet_accumulation, without_wrappers
 from .capture.preserve import preserved
 from .errors import CaptureError, OperatorError, SurgeryError
+from .legacy import cure_of
 from .operators.formula import private_copy
 from .operators.values import map_tensors
 from .wrappers import walk
@@ -100,7 +101,7 @@ class Bench:
         except Exception as error:
             raise CaptureError(
                 f"in the forward that was to be measured the model raised {type(error).__name__}: {error}. "
-                "Give inputs that the model takes as it is now (shape, dtype, device)."
+                + cure_of(error, "Give inputs that the model takes as it is now (shape, dtype, device).")
             ) from error
 
     def _backward(self, loss: Tensor, share: float) -> None:
