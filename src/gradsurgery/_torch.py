@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 
 __all__ = [
     "archive_reader",
+    "constant_to_dynamo",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
@@ -34,6 +35,8 @@ __all__ = [
     "wrapped_attribute",
 ]
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 def archive_reader(content: Any) -> Any:
     """The reader of export archives that torch itself uses; without one it is None, and nobody can look inside."""
@@ -42,6 +45,16 @@ def archive_reader(content: Any) -> Any:
     except ImportError:
         return None
     return PT2ArchiveReader(content)
+
+
+def constant_to_dynamo(fn: Function) -> Function:
+    """Mark a function whose result Dynamo may take for a constant, as ``torch.compiler.assume_constant_result`` does.
+
+    That imports the whole compiler, which costs seconds and needs numpy. Where the mark has another name, Dynamo traces
+    the function, or refuses the graph.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
 
 
 def read_program(content: Any) -> Any:

@@ -30,7 +30,7 @@ _FREE = {"stack_trace", "torch_fn", "nn_module_stack", "source_fn_stack", "torch
 """What torch keeps as text, or compares, and never evaluates."""
 
 _TARGET = re.compile(
-    r"torch\.ops\.(aten|prims|torchvision|quantized_decomposed)\.\w+\.\w+"
+    r"torch\.ops\.(aten|prims|torchvision|quantized_decomposed|gradsurgery)\.\w+\.\w+"
     r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop)"
     r"|_operator\.(getitem|add|mul|sub|truediv|ge|le|gt|lt|eq|ne|floordiv|mod|and_|or_|not_|pow|neg|abs|lshift|rshift)"
     r"|math\.(ceil|floor|trunc)|torch\.sym_\w+"
