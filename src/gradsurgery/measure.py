@@ -14,7 +14,7 @@ from .capture.preserve import preserved
 from .errors import CaptureError, OperatorError, SurgeryError
 from .operators.formula import private_copy
 from .operators.values import map_tensors
-from .wrappers import bare, walk
+from .wrappers import bare, refuse_compiled, walk
 
 __all__ = ["Bench", "Gradients", "Loss", "Step", "strided"]
 
@@ -52,6 +52,11 @@ class Bench:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
         self.root = bare(model)
+        refuse_compiled(
+            self.root,
+            "what reaches each parameter",
+            "Compare a step inside of gs.disabled(model) with one outside; or audit and verify the nn.Module, then convert it.",
+        )
         self._arguments = (args, kwargs)
         self._loss = loss
         self.parameters = {without_wrappers(name): p for name, p in self.root.named_parameters()}

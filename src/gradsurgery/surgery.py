@@ -23,6 +23,8 @@ from .operators import (
 )
 from .place import Place, Target
 from .resolve import At, resolve
+from .scripted.names import resolve_compiled
+from .scripted.surgery import insert_compiled
 from .twin import twin
 from .wrappers import bare, owns_parameters
 
@@ -222,15 +224,13 @@ def _operate(
         raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
     operator = make()
     check_operator(operator, model)
+    if isinstance(root, torch.jit.ScriptModule):
+        return _operate_on_compiled(model, root, at, operator, make, side, example, expect, inplace)
     targets = resolve(root, at, side, ops_on(root, arguments))
     expect_places(targets, expect, at)
     _refuse_fused(root, targets, operator)
     if not inplace:
-        if model is not root:
-            raise SurgeryError(
-                f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
-                "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
-            )
+        _refuse_wrapper(model, root)
         model, copies = twin(model)
         targets = [dataclasses.replace(target, module=copies[id(target.module)]) for target in targets]
         root = model
@@ -243,6 +243,38 @@ def _operate(
             raise
     record(root, [(target, place) for target, (_, place) in zip(targets, done, strict=True)])
     return model
+
+
+def _operate_on_compiled(
+    model: M,
+    root: torch.jit.ScriptModule,
+    at: At,
+    first: nn.Module,
+    make: Callable[[], nn.Module],
+    side: Side,
+    example: Example,
+    expect: int | None,
+    inplace: bool,
+) -> M:
+    if example is not None:
+        raise SurgeryError(
+            "example was given for a ScriptModule. Which modules its compiled code calls is known without a run, and a "
+            "place that is not called is refused: leave example off."
+        )
+    targets = resolve_compiled(root, at, side)
+    expect_places(targets, expect, at)
+    if not inplace:
+        _refuse_wrapper(model, root)
+    operated = insert_compiled(root, targets, [first, *(make() for _ in targets[1:])], inplace)
+    return model if inplace else operated  # type: ignore[return-value]
+
+
+def _refuse_wrapper(model: nn.Module, root: nn.Module) -> None:
+    if model is not root:
+        raise SurgeryError(
+            f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
+            "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
+        )
 
 
 def check_operator(operator: Any, model: nn.Module) -> None:

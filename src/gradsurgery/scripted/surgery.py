@@ -1,0 +1,170 @@
+"""Insert, remove, list and switch off: what the public calls do where the model is a ScriptModule."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.jit import ScriptModule
+
+from .. import address as grammar
+from .._torchscript import (
+    adopt,
+    compiled_type,
+    compiled_value,
+    has_compiled_value,
+    missing_names_reported,
+    owner_of,
+    register,
+    set_compiled_value,
+    without_announcements,
+    wrap,
+)
+from ..address import Where
+from ..errors import CaptureError, OperatorError, SurgeryError
+from ..place import Target
+from ..tables import Site
+from .copies import copied
+from .edit import put, take_out
+from .names import Names
+from .place import METHODS, CompiledPlace, ScriptPlace, places_in, walk_compiled
+
+__all__ = ["insert_compiled", "remove_compiled", "sites_compiled", "switched_off_compiled"]
+
+
+def insert_compiled(
+    root: ScriptModule, targets: list[Target], operators: list[nn.Module], inplace: bool
+) -> ScriptModule:
+    """Operate on a ScriptModule; in place, its Python objects stand for the operated copy afterwards.
+
+    Raises:
+        OperatorError: where TorchScript cannot compile an operator.
+        SurgeryError: where the module is a part of another, or cannot be copied.
+    """
+    with missing_names_reported():
+        if inplace:
+            _refuse_part(root)
+        compiled = _compiled([(operator, target) for operator, target in zip(operators, targets, strict=True)])
+        copy = copied(root)
+        names = Names(copy)
+        modules = names.calls.modules
+        groups: dict[tuple[str, Where], list[int]] = {}
+        for k, target in enumerate(targets):
+            groups.setdefault((str(compiled_type(modules[target.inner]).annotation_str), target.where), []).append(k)
+        for (kind, where), group in groups.items():
+            name = _free_name(modules.values())
+            methods = names.methods(targets[group[0]].inner)
+            same = [m for m in modules.values() if str(compiled_type(m).annotation_str) == kind]
+            idle = _scripted(ScriptPlace(compiled[group[0]], where, 0, placed=False))
+            for module in same:
+                register(module, name, idle)
+            for k in group:
+                place = _scripted(ScriptPlace(compiled[k], where, targets[k].hops, placed=True))
+                register(modules[targets[k].inner], name, place)
+            for method in methods:
+                put(same[0], method, name, compiled_type(idle), where)
+        return _handed_over(root, wrap(copy), inplace)
+
+
+def remove_compiled(root: ScriptModule, gone: list[CompiledPlace]) -> None:
+    """Take operators out again, in place.
+
+    Raises:
+        SurgeryError: where the module is a part of another.
+    """
+    with missing_names_reported():
+        _refuse_part(root)
+        copy = copied(root)
+        modules = dict(walk_compiled(copy))
+        for place in gone:
+            set_compiled_value(modules[place.path]._modules[place.name], "placed", False)
+        left = {place.name for place in places_in(copy)}
+        names = {place.name for place in gone} - left
+        for module in modules.values():
+            if any(has_compiled_value(module, name) for name in names):
+                take_out(module, names)
+        shared = copied(copy, without=names)
+        _handed_over(root, shared, inplace=True)
+
+
+@contextlib.contextmanager
+def switched_off_compiled(roots: Iterable[ScriptModule]) -> Iterator[None]:
+    """Context manager in which no operator of these acts."""
+    held = [place.held for root in roots for place in places_in(root) if compiled_value(place.held, "active")]
+    try:
+        for one in held:
+            set_compiled_value(one, "active", False)
+        yield
+    finally:
+        for one in held:
+            set_compiled_value(one, "active", True)
+
+
+def sites_compiled(root: ScriptModule, asked: grammar.Address) -> Iterator[Site]:
+    """The modules of a ScriptModule that can be operated on.
+
+    Raises:
+        CaptureError: where ops are asked for.
+        SurgeryError: where the module was frozen.
+    """
+    if asked.where.kind == "op":
+        raise CaptureError(
+            f"{str(asked)!r} was asked for, and ops inside of a forward that TorchScript has compiled have no names. "
+            "gs.sites(model) lists the modules; model.code shows what was compiled."
+        )
+    names = Names(root)
+    names.refuse_frozen()
+    for path, module in names.runs.items():
+        if grammar.matches(asked.path, path):
+            yield Site(path, "module", module.original_name)
+
+
+def _refuse_part(root: ScriptModule) -> None:
+    name, is_part = owner_of(root)
+    if is_part:
+        raise SurgeryError(
+            f"an operation was asked for on a ScriptModule that is the child {name!r} of another one, which has compiled "
+            "it in and would go on calling it as it is. Operate on the whole, with the address of the place in it; or "
+            "give inplace=False for an operated module of its own."
+        )
+
+
+def _handed_over(root: ScriptModule, copy: ScriptModule, inplace: bool) -> ScriptModule:
+    if not inplace:
+        return copy
+    adopt(root, copy)
+    return root
+
+
+def _compiled(pairs: list[tuple[nn.Module, Target]]) -> list[ScriptModule]:
+    """The operators as TorchScript; one that serves several places stays one."""
+    done: dict[int, ScriptModule] = {}
+    for operator, target in pairs:
+        if id(operator) not in done:
+            operator.train(getattr(target.module, "training", True))
+            done[id(operator)] = _scripted(operator)
+    return [done[id(operator)] for operator, _ in pairs]
+
+
+def _scripted(module: nn.Module) -> ScriptModule:
+    with without_announcements():
+        if isinstance(module, ScriptPlace):
+            for name in METHODS:
+                torch.jit.export(getattr(ScriptPlace, name))
+        try:
+            return torch.jit.script(module)
+        except (OperatorError, SurgeryError):
+            raise
+        except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
+            raise OperatorError(
+                f"a {type(module).__name__} was to be inserted in a ScriptModule, and TorchScript cannot compile it: "
+                f"{str(error).strip().splitlines()[0]} Give an operator in its language."
+            ) from error
+
+
+def _free_name(modules: Iterable[ScriptModule]) -> str:
+    taken = list(modules)
+    k = 0
+    while any(has_compiled_value(module, f"gs_{k}") for module in taken):
+        k += 1
+    return f"gs_{k}"
