@@ -23,14 +23,14 @@ __all__ = [
     "has_compiled_value",
     "inlined_graph_of",
     "is_written",
-    "missing_names_reported",
-    "without_announcements",
     "methods_of",
+    "missing_names_reported",
     "names_of_arguments",
     "owner_of",
     "register",
     "set_compiled_value",
     "tensors_of",
+    "without_announcements",
     "wrap",
 ]
 
@@ -118,7 +118,9 @@ def register(module: ScriptModule, name: str, child: ScriptModule) -> None:
 
 def tensors_of(module: ScriptModule) -> list[tuple[str, torch.Tensor]]:
     """The parameters, buffers and other tensors that one module holds itself."""
-    held = [*torch._C.ParameterDict(module._c).items(), *torch._C.BufferDict(module._c).items()]
+    parameters: Any = torch._C.ParameterDict(module._c)
+    buffers: Any = torch._C.BufferDict(module._c)
+    held = [*parameters.items(), *buffers.items()]
     return [(name, tensor) for name, tensor in held if isinstance(tensor, torch.Tensor)]
 
 
@@ -134,9 +136,11 @@ def adopt(module: ScriptModule, other: ScriptModule) -> None:
 
     Python attributes and hooks stay.
     """
+    # A trace, and a subclass of ScriptModule, is a shell around the object that knows the compiled module.
+    module = module.__dict__.get("_actual_script_module", module)
     children = other._modules._python_modules  # type: ignore[attr-defined]
     for name, child in list(children.items()):
-        there = module._modules[name] if name in module._modules else None
+        there = dict(module._modules.items()).get(name)
         if isinstance(there, ScriptModule) and isinstance(child, ScriptModule):
             adopt(there, child)
             children[name] = there

@@ -63,7 +63,9 @@ def attach_head(
     """
     root, arguments = bare(model), read_example(example)
     refuse_compiled(
-        root, "a head", "Attach it to the nn.Module that was scripted or traced, and convert that; or to a module around it."
+        root,
+        "a head",
+        "Attach it to the nn.Module that was scripted or traced, then convert that; or to one around it.",
     )
     _check_head(model, root, head, name)
     if operator is not None:

@@ -55,7 +55,7 @@ class Bench:
         refuse_compiled(
             self.root,
             "what reaches each parameter",
-            "Compare a step inside of gs.disabled(model) with one outside; or audit and verify the nn.Module, then convert it.",
+            "Compare a step inside of gs.disabled(model) with one outside, or measure the nn.Module, then convert it.",
         )
         self._arguments = (args, kwargs)
         self._loss = loss

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -104,7 +104,9 @@ def sites(model: nn.Module, pattern: str = "**", example: Example = None) -> Tab
     asked = grammar.parse(pattern)
     if isinstance(root, torch.jit.ScriptModule):
         if example is not None:
-            refuse_compiled(root, "an example", "Which modules its code calls is known without a run: leave example off.")
+            refuse_compiled(
+                root, "a run on an example", "Which modules its code calls is known without one: leave it off."
+            )
         return Table(Site, sites_compiled(root, asked))
     if isinstance(root, torch.fx.GraphModule):
         return Table(Site, listing.graph_sites(root, asked))
@@ -151,7 +153,7 @@ def graph(model: nn.Module, at: At) -> torch.fx.Graph:
         CaptureError: where fx cannot trace the forward that owns an op.
     """
     root = bare(model)
-    refuse_compiled(root, "the graph of a place", "print(model.layer3.graph) or model.layer3.code shows what is compiled.")
+    refuse_compiled(root, "the graph of a place", "model.layer3.graph and model.layer3.code show what was compiled.")
     targets = resolve(root, at)
     expect_places(targets, 1, at)
     return listing.graph_of(targets[0])
@@ -169,13 +171,22 @@ def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
     named = {_key(target.key) for target in resolve(root, at)}
     with contextlib.suppress(AddressError):  # an op, which has no input side
         named |= {_key(target.key) for target in resolve(root, at, "input")}
-    return [row for row in there if _key((id(row[1]), row[2].inner, row[2].where)) in named]
+    return [
+        row for row in there if isinstance(row[2], Place) and _key((id(row[1]), row[2].inner, row[2].where)) in named
+    ]
 
 
 def _at_compiled(root: torch.jit.ScriptModule, there: list[Row], at: At) -> list[Row]:
-    named = {(target.inner, target.where) for target in resolve_compiled(root, at)}
-    with contextlib.suppress(SurgeryError):  # what works in place has no input side
-        named |= {(target.inner, target.where) for target in resolve_compiled(root, at, "input")}
+    named: set[tuple[str, Where]] = set()
+    refused: list[SurgeryError] = []
+    sides: tuple[Literal["output", "input"], ...] = ("output", "input")
+    for side in sides:
+        try:
+            named |= {(target.inner, target.where) for target in resolve_compiled(root, at, side)}
+        except SurgeryError as error:  # what works in place has no input side, one tensor has no element
+            refused.append(error)
+    if len(refused) == len(sides):
+        raise refused[0]
     return [row for row in there if isinstance(row[2], CompiledPlace) and (row[2].path, row[2].where) in named]
 
 

@@ -34,7 +34,9 @@ class Operation:
     # operation.lambd = 1 would do nothing in silence
     __slots__ = ("_module", "_place", "address", "head", "lost", "side")
 
-    def __init__(self, address: str, module: nn.Module | None, place: Place | CompiledPlace, lost: str | None = None) -> None:
+    def __init__(
+        self, address: str, module: nn.Module | None, place: Place | CompiledPlace, lost: str | None = None
+    ) -> None:
         self.address = address
         self.lost = lost
         self.side = "head" if isinstance(place, TapPlace) else place.where.kind

@@ -120,8 +120,8 @@ def _refuse(model: Any) -> None:
         raise SurgeryError("the model is an ExportedProgram, which is no module. Operate on program.module().")
     if not isinstance(model, nn.Module):
         raise SurgeryError(
-            f"the model is {_described(model)}. Give an nn.Module, a torch.fx.GraphModule, a torch.jit.ScriptModule, or "
-            "one of these compiled or wrapped in DistributedDataParallel or fully_shard."
+            f"the model is {_described(model)}. Give an nn.Module, a torch.fx.GraphModule, a torch.jit.ScriptModule, "
+            "or one of these compiled or wrapped in DistributedDataParallel or fully_shard."
         )
 
 

@@ -42,7 +42,7 @@ def copied(module: ScriptModule, without: Iterable[str] = ()) -> ScriptModule:
     parts = dict(copy.named_modules(remove_duplicate=False))
     for path, part in module.named_modules(remove_duplicate=False):
         if path in parts:
-            for name, tensor in tensors_of(part):  # type: ignore[arg-type]
+            for name, tensor in tensors_of(part):
                 set_compiled_value(parts[path], name, tensor)
     if left := [name for name in without if any(has_compiled_value(part, name) for part in parts.values())]:
         raise SurgeryError(

@@ -68,7 +68,7 @@ def put(module: ScriptModule, method: str, name: str, kind: Any, where: Where) -
         end.replaceInputWith(value, editor.through(value, where.element))
     else:
         received = list(graph.inputs())[1:]
-        chosen = [received[where.element[0]]] if where.element else received
+        chosen = [received[int(where.element[0])]] if where.element else received
         for value in chosen:
             value = _after_ours(value)
             graph.setInsertPoint(_first_after(graph, value))

@@ -42,8 +42,10 @@ def resolve_compiled(root: ScriptModule, at: Any, side: Side = "output") -> list
     names.refuse_frozen()
     found = [target for one in _each(at) for target in names.targets(one, side)]
     order = {path: k for k, path in enumerate(names.calls.modules)}
-    unique = {target.key: target for target in reversed(found)}
-    return sorted(list(unique.values())[::-1], key=lambda target: order[target.inner])
+    unique: dict[tuple[str, Where], Target] = {}
+    for target in found:
+        unique.setdefault((target.inner, target.where), target)
+    return sorted(unique.values(), key=lambda target: order[target.inner])
 
 
 def _each(at: Any) -> list[Any]:
@@ -93,7 +95,7 @@ class Names:
         kinds = {name: _kinds(graph_of_method(module, name)) for name in ("forward", *more)}
         if len({tuple(one) for one in kinds.values()}) > 1 or any(len(called.get(name, ())) > 1 for name in more):
             raise CaptureError(
-                f"{path!r} was asked for, whose class has the methods {', '.join(kinds)}, and it cannot be told whether "
+                f"{path!r} was asked for, whose class has the methods {', '.join(kinds)}. It cannot be told whether "
                 "these are calls of one forward, which a trace numbers like this, or methods of their own. "
                 "Operate on the nn.Module that it was made from, then script or trace that."
             )
@@ -202,7 +204,7 @@ class Names:
         address = where.text(path)
         if self._is_lifted(inner, module, method, where):
             raise CaptureError(
-                f"{address!r} was asked for in a trace (or in code that does not tell it from one), where several values "
+                f"{address!r} was asked for in a trace, or in code that cannot be told from one. Several values "
                 f"{'leave' if where.kind == 'output' else 'enter'} that module, and a trace does not say which of them "
                 "the module was given or has returned. Operate on the nn.Module that was traced, then trace it; or on "
                 "a module that one value passes."

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional  # noqa: UP035 - the forms that TorchScript reads
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
@@ -12,7 +13,7 @@ from ..address import Where, parse
 from ..errors import OperatorError
 from ..operators import GradientReversal, ScaleGradient, StopGradient
 
-__all__ = ["CompiledPlace", "ScriptPlace", "children_of", "is_place", "places_in", "walk_compiled"]
+__all__ = ["CompiledPlace", "ScriptPlace", "children_of", "is_place", "place_at", "places_in", "walk_compiled"]
 
 
 class ScriptPlace(nn.Module):
@@ -49,31 +50,31 @@ class ScriptPlace(nn.Module):
             raise OperatorError("the value holds no floating-point or complex tensor and so has no gradient.")
         return self.operator(x)
 
+    @torch.jit.export
     def each(self, x: Tensor) -> Tensor:
         """One of several tensors, of which those without a gradient pass."""
         if not (self.placed and self.active) or not (x.is_floating_point() or x.is_complex()):
             return x
         return self.operator(x)
 
+    @torch.jit.export
     def optional(self, x: Optional[Tensor]) -> Optional[Tensor]:  # noqa: UP045
         """A tensor or None."""
         return None if x is None else self.each(x)
 
+    @torch.jit.export
     def list(self, x: List[Tensor]) -> List[Tensor]:  # noqa: UP006
         """The tensors of a list."""
         if not (self.placed and self.active):
             return x
         return [self.each(one) for one in x]
 
+    @torch.jit.export
     def dict(self, x: Dict[str, Tensor]) -> Dict[str, Tensor]:  # noqa: UP006
         """The tensors of a dict."""
         if not (self.placed and self.active):
             return x
         return {key: self.each(one) for key, one in x.items()}
-
-
-METHODS = ("each", "optional", "list", "dict")
-"""The methods beside ``forward``; marked by name, since ``torch.jit.export`` announces its deprecation at import."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,11 @@ class CompiledPlace:
 def is_place(child: object) -> bool:
     """Whether a child of a ScriptModule is an operator that was inserted."""
     return isinstance(child, ScriptModule) and child.original_name == ScriptPlace.__name__
+
+
+def place_at(module: ScriptModule, name: str) -> ScriptModule:
+    """The operator that is a child of a module."""
+    return module._modules[name]  # type: ignore[return-value]
 
 
 def children_of(module: ScriptModule) -> list[tuple[str, ScriptModule]]:

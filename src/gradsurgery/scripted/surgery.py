@@ -27,7 +27,7 @@ from ..tables import Site
 from .copies import copied
 from .edit import put, take_out
 from .names import Names
-from .place import METHODS, CompiledPlace, ScriptPlace, places_in, walk_compiled
+from .place import CompiledPlace, ScriptPlace, place_at, places_in, walk_compiled
 
 __all__ = ["insert_compiled", "remove_compiled", "sites_compiled", "switched_off_compiled"]
 
@@ -77,7 +77,7 @@ def remove_compiled(root: ScriptModule, gone: list[CompiledPlace]) -> None:
         copy = copied(root)
         modules = dict(walk_compiled(copy))
         for place in gone:
-            set_compiled_value(modules[place.path]._modules[place.name], "placed", False)
+            set_compiled_value(place_at(modules[place.path], place.name), "placed", False)
         left = {place.name for place in places_in(copy)}
         names = {place.name for place in gone} - left
         for module in modules.values():
@@ -123,9 +123,9 @@ def _refuse_part(root: ScriptModule) -> None:
     name, is_part = owner_of(root)
     if is_part:
         raise SurgeryError(
-            f"an operation was asked for on a ScriptModule that is the child {name!r} of another one, which has compiled "
-            "it in and would go on calling it as it is. Operate on the whole, with the address of the place in it; or "
-            "give inplace=False for an operated module of its own."
+            f"an operation was asked for on a ScriptModule that is the child {name!r} of another one, which has "
+            "compiled it in and would go on calling it as it is. Operate on the whole, with the address of the place "
+            "in it; or give inplace=False for an operated module of its own."
         )
 
 
@@ -148,9 +148,6 @@ def _compiled(pairs: list[tuple[nn.Module, Target]]) -> list[ScriptModule]:
 
 def _scripted(module: nn.Module) -> ScriptModule:
     with without_announcements():
-        if isinstance(module, ScriptPlace):
-            for name in METHODS:
-                torch.jit.export(getattr(ScriptPlace, name))
         try:
             return torch.jit.script(module)
         except (OperatorError, SurgeryError):

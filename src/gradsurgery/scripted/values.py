@@ -12,7 +12,8 @@ from ..errors import CaptureError, OperatorError
 __all__ = ["argument_of", "check_value", "index_in", "method_for", "passes", "type_of_output"]
 
 _METHODS = {"Tensor": "forward", "Optional[Tensor]": "optional", "List[Tensor]": "list", "Dict[str, Tensor]": "dict"}
-_PLAIN = {"int", "float", "bool", "str", "complex", "number", "Device", "device", "NoneType", "None", "Optional", "List"}
+_SCALARS = {"int", "float", "bool", "str", "complex", "number", "Device", "device", "NoneType", "None"}
+_PLAIN = _SCALARS | {"Optional", "List", "Dict"}
 
 
 def type_of_output(module: ScriptModule, method: str) -> Any:
@@ -29,7 +30,7 @@ def passes(kind: Any) -> bool:
     """Whether values of this type hold no tensor."""
     if kind.kind() == "TupleType":
         return all(passes(part) for part in kind.elements())
-    return set(re.findall(r"\w+", str(kind.annotation_str))) <= _PLAIN | {"Dict"}
+    return set(re.findall(r"\w+", str(kind.annotation_str))) <= _PLAIN
 
 
 def check_value(kind: Any, element: Element, address: str) -> None:
@@ -40,7 +41,8 @@ def check_value(kind: Any, element: Element, address: str) -> None:
         CaptureError: where its tensors are out of reach for compiled code.
     """
     if element:
-        check_value(kind.elements()[index_in(kind, element[0], address)], element[1:], address)
+        position = index_in(kind, element[0], address)
+        check_value(kind.elements()[position], element[1:], address)
     elif passes(kind):
         raise OperatorError(
             f"{address!r} was to be operated on, but it is of the type {kind.annotation_str}, which holds no "
