@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -178,15 +178,10 @@ def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
 
 def _at_compiled(root: torch.jit.ScriptModule, there: list[Row], at: At) -> list[Row]:
     named: set[tuple[str, Where]] = set()
-    refused: list[SurgeryError] = []
-    sides: tuple[Literal["output", "input"], ...] = ("output", "input")
-    for side in sides:
-        try:
-            named |= {(target.inner, target.where) for target in resolve_compiled(root, at, side)}
-        except SurgeryError as error:  # what works in place has no input side, one tensor has no element
-            refused.append(error)
-    if len(refused) == len(sides):
-        raise refused[0]
+    with contextlib.suppress(SurgeryError):  # what works in place has no input side
+        named = {(target.inner, target.where) for target in resolve_compiled(root, at, "input")}
+    with contextlib.suppress(*[SurgeryError] * bool(named)):  # and what is no tuple no element of its output
+        named |= {(target.inner, target.where) for target in resolve_compiled(root, at)}
     return [row for row in there if isinstance(row[2], CompiledPlace) and (row[2].path, row[2].where) in named]
 
 

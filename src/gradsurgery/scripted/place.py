@@ -1,6 +1,6 @@
 """An operator at a place of a ScriptModule: the layer that its graph calls, and what Python knows of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional  # noqa: UP035 - the forms that TorchScript reads
 
@@ -13,7 +13,16 @@ from ..address import Where, parse
 from ..errors import OperatorError
 from ..operators import GradientReversal, ScaleGradient, StopGradient
 
-__all__ = ["CompiledPlace", "ScriptPlace", "children_of", "is_place", "place_at", "places_in", "walk_compiled"]
+__all__ = [
+    "LIVE_KINDS",
+    "CompiledPlace",
+    "ScriptPlace",
+    "children_of",
+    "is_place",
+    "place_at",
+    "places_in",
+    "walk_compiled",
+]
 
 
 class ScriptPlace(nn.Module):
@@ -106,9 +115,10 @@ class CompiledPlace:
 
     def operator(self, module: nn.Module) -> nn.Module:
         """The operator, live: a strength that is set on it counts from the next forward on."""
-        operator: ScriptModule = self.held._modules["operator"]  # type: ignore[assignment]
+        operator = place_at(self.held, "operator")
         kind = _LIVE.get(operator.original_name)
-        return operator if kind is None else kind(operator)
+        # The same object each time: places and operators are told apart by identity.
+        return operator if kind is None else _kept(operator, "_gs_live", lambda: kind(operator))
 
 
 def is_place(child: object) -> bool:
@@ -138,7 +148,15 @@ def places_in(root: ScriptModule) -> Iterator[CompiledPlace]:
     for path, module in walk_compiled(root):
         for name, child in module._modules.items():
             if isinstance(child, ScriptModule) and is_place(child) and compiled_value(child, "placed"):
-                yield CompiledPlace(path, name, child)
+                # A part that was taken out of its parent has paths of its own.
+                yield _kept(child, f"_gs_place {path}", lambda: CompiledPlace(path, name, child))  # noqa: B023
+
+
+def _kept(module: ScriptModule, name: str, make: Callable[[], Any]) -> Any:
+    """What the Python object of a module keeps under a name."""
+    if name not in module.__dict__:
+        module.__dict__[name] = make()
+    return module.__dict__[name]
 
 
 # --- live operators: what is set is checked at once, and what is read is what the compiled code reads -----------------
@@ -171,6 +189,9 @@ class _LiveScale(ScaleGradient):
     def _get_name(self) -> str:
         return "ScaleGradient"
 
+
+LIVE_KINDS: dict[type[nn.Module], type[nn.Module]] = {_LiveReversal: GradientReversal, _LiveScale: ScaleGradient}
+"""The operator that a live one is."""
 
 _LIVE: dict[str, Any] = {
     "GradientReversal": _LiveReversal,

@@ -32,10 +32,13 @@ from .place import CompiledPlace, ScriptPlace, place_at, places_in, walk_compile
 __all__ = ["insert_compiled", "remove_compiled", "sites_compiled", "switched_off_compiled"]
 
 
-def insert_compiled(
-    root: ScriptModule, targets: list[Target], operators: list[nn.Module], inplace: bool
-) -> ScriptModule:
+def insert_compiled(root: ScriptModule, batches: list[list[tuple[Target, nn.Module]]], inplace: bool) -> ScriptModule:
     """Operate on a ScriptModule; in place, its Python objects stand for the operated copy afterwards.
+
+    Args:
+        root: the ScriptModule.
+        batches: in the order in which they come at a place, operators of one kind each.
+        inplace: False gives the copy, and leaves ``root`` alone.
 
     Raises:
         OperatorError: where TorchScript cannot compile an operator.
@@ -44,26 +47,34 @@ def insert_compiled(
     with missing_names_reported():
         if inplace:
             _refuse_part(root)
-        compiled = _compiled([(operator, target) for operator, target in zip(operators, targets, strict=True)])
+        compiled = [_compiled(batch) for batch in batches]
         copy = copied(root)
         names = Names(copy)
-        modules = names.calls.modules
-        groups: dict[tuple[str, Where], list[int]] = {}
-        for k, target in enumerate(targets):
-            groups.setdefault((str(compiled_type(modules[target.inner]).annotation_str), target.where), []).append(k)
-        for (kind, where), group in groups.items():
-            name = _free_name(modules.values())
-            methods = names.methods(targets[group[0]].inner)
-            same = [m for m in modules.values() if str(compiled_type(m).annotation_str) == kind]
-            idle = _scripted(ScriptPlace(compiled[group[0]], where, 0, placed=False))
-            for module in same:
-                register(module, name, idle)
-            for k in group:
-                place = _scripted(ScriptPlace(compiled[k], where, targets[k].hops, placed=True))
-                register(modules[targets[k].inner], name, place)
-            for method in methods:
-                put(same[0], method, name, compiled_type(idle), where)
+        for batch in compiled:
+            _insert(names, batch)
         return _handed_over(root, wrap(copy), inplace)
+
+
+def _insert(names: Names, batch: list[tuple[Target, ScriptModule]]) -> None:
+    """One slot for each type: instances of a type share their graphs, so all of them get the operator as a child."""
+    modules = names.calls.modules
+    groups: dict[tuple[str, Where], list[tuple[Target, ScriptModule]]] = {}
+    for target, operator in batch:
+        groups.setdefault((_kind(modules[target.inner]), target.where), []).append((target, operator))
+    for (kind, where), group in groups.items():
+        name = _free_name(modules.values())
+        same = [module for module in modules.values() if _kind(module) == kind]
+        idle = _scripted(ScriptPlace(group[0][1], where, 0, placed=False))
+        for module in same:
+            register(module, name, idle)
+        for target, operator in group:
+            register(modules[target.inner], name, _scripted(ScriptPlace(operator, where, target.hops, placed=True)))
+        for method in names.methods(group[0][0].inner):
+            put(same[0], method, name, compiled_type(idle), where)
+
+
+def _kind(module: ScriptModule) -> str:
+    return str(compiled_type(module).annotation_str)
 
 
 def remove_compiled(root: ScriptModule, gone: list[CompiledPlace]) -> None:
@@ -136,14 +147,14 @@ def _handed_over(root: ScriptModule, copy: ScriptModule, inplace: bool) -> Scrip
     return root
 
 
-def _compiled(pairs: list[tuple[nn.Module, Target]]) -> list[ScriptModule]:
+def _compiled(batch: list[tuple[Target, nn.Module]]) -> list[tuple[Target, ScriptModule]]:
     """The operators as TorchScript; one that serves several places stays one."""
     done: dict[int, ScriptModule] = {}
-    for operator, target in pairs:
+    for target, operator in batch:
         if id(operator) not in done:
             operator.train(getattr(target.module, "training", True))
             done[id(operator)] = _scripted(operator)
-    return [done[id(operator)] for operator, _ in pairs]
+    return [(target, done[id(operator)]) for target, operator in batch]
 
 
 def _scripted(module: nn.Module) -> ScriptModule:
