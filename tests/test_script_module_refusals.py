@@ -141,8 +141,8 @@ REFUSALS: dict[str, tuple[type[gs.SurgeryError], Any, str]] = {
     "lifted, from a file": (gs.CaptureError, grl(lambda: saved(traced(Two())), "lstm[0]"), "Several values leave"),
     "map": (
         gs.OperatorError,
-        lambda: gs.insert(script(), "stem", gs.MapGradient(torch.neg)),
-        "TorchScript has no function of a gradient",
+        lambda: gs.insert(script(), "stem", gs.MapGradient(lambda g: -g)),
+        "TorchScript keeps a function of a gradient by its name",
     ),
     "lambda": (
         gs.OperatorError,

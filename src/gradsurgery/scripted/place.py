@@ -17,7 +17,6 @@ __all__ = [
     "LIVE_KINDS",
     "CompiledPlace",
     "ScriptPlace",
-    "children_of",
     "is_place",
     "place_at",
     "places_in",
