@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "archive_reader",
+    "constant_to_dynamo",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
@@ -26,11 +28,45 @@ __all__ = [
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
+    "read_program",
     "replaced_parameters",
     "saved_tensors_hooks",
     "without_wrappers",
     "wrapped_attribute",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def archive_reader(content: Any) -> Any:
+    """The reader of export archives that torch itself uses; without one it is None, and nobody can look inside."""
+    try:
+        from torch.export.pt2_archive import PT2ArchiveReader
+    except ImportError:
+        return None
+    return PT2ArchiveReader(content)
+
+
+def constant_to_dynamo(fn: Function) -> Function:
+    """Mark a function whose result Dynamo may take for a constant, as ``torch.compiler.assume_constant_result`` does.
+
+    That imports the whole compiler, which costs seconds and needs numpy. Where the mark has another name, Dynamo traces
+    the function, or refuses the graph.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def read_program(content: Any) -> Any:
+    """The program in an export archive that has been looked into, or None where there is no such reader.
+
+    ``torch.export.load`` would go on to an older format, and unpickle, where this one raises.
+    """
+    try:
+        from torch.export.pt2_archive._package import load_pt2
+    except ImportError:
+        return None
+    return load_pt2(content).exported_programs.get("model")
 
 
 def is_observed() -> bool:

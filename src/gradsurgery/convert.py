@@ -4,11 +4,11 @@ The tools themselves keep the operators; these functions add what is easily forg
 not at the object in memory, to compare every gradient and not the output alone, to say whether a trace was needed.
 """
 
+import contextlib
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,13 @@ from .example import Arguments, Example, read_example
 from .listing import places_of
 from .measure import strided
 from .operators.values import map_tensors
+from .place import Place
 from .progress import Progress
 from .stand_in import keeps_value
 from .tap import HeadPlace, TapPlace
 from .twin import twin
 from .verify import refuse_lost
-from .wrappers import bare
+from .wrappers import bare, refuse_compiled
 
 __all__ = ["exported", "onnx", "refuse_existing", "to_exported", "to_onnx", "to_torchscript", "torchscript"]
 
@@ -227,6 +228,7 @@ def onnx(
 def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference: bool) -> nn.Module:
     """The bare model to convert: itself, or for inference a twin without what acts on the gradient alone."""
     root = bare(model)
+    refuse_compiled(root, "a conversion", "It is TorchScript already: model.save(path) writes it, operators included.")
     refuse_lost(root)
     if path is not None:
         refuse_existing(path, force)
@@ -236,12 +238,16 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
     gone = [
         (module, place)
         for _, module, place in list(places_of(root))
-        if not isinstance(place, HeadPlace | TapPlace) and keeps_value(place.operator(module))
+        if isinstance(place, Place)  # a part that is TorchScript already is shared with the original
+        and not isinstance(place, HeadPlace | TapPlace)
+        and keeps_value(place.operator(module))
     ]
     taps = {p.tap for _, _, p in places_of(root) if isinstance(p, HeadPlace) and p.training_only}
     gone += [(m, p) for _, m, p in places_of(root) if isinstance(p, HeadPlace | TapPlace) and p.tap in taps]
     withdraw(gone)
-    return root.eval()
+    with contextlib.suppress(NotImplementedError):  # the program of an export has one mode
+        root.eval()
+    return root
 
 
 def refuse_existing(path: PathLike, force: bool) -> None:
@@ -354,10 +360,12 @@ def _idle(reference: Reference) -> list[str]:
 
 
 def _mode(root: nn.Module) -> str:
+    if "train" in root.__dict__:  # torch.export puts one there that raises
+        return "in the mode that it was exported in"
     return "in training mode" if root.training else "in evaluation mode"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
     """What torch warns of while it converts is either said here in the report or for whoever maintains torch."""
     with warnings.catch_warnings(record=True) as warned:

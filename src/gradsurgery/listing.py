@@ -15,19 +15,24 @@ from .graft import graft_of, user_class
 from .graph_module import Stacks, name_in, node_places
 from .ledger import lost_places
 from .place import Place, Target
+from .scripted.place import CompiledPlace, places_in
 from .tables import Operation, Site
 from .tree import Tree
 from .wrappers import walk
 
-__all__ = ["graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
+__all__ = ["LeafTracer", "graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
 
 
-def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place]]:
+def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place | CompiledPlace]]:
     """Every place that is operated on, under every name of its module, as (path that was named, module, place)."""
     for path, module in walk(root):
         if isinstance(module, torch.fx.GraphModule):
             for held in node_places(module):
                 yield ".".join(filter(None, (path, held.place.inner))), module, held.place
+        if isinstance(module, torch.jit.ScriptModule):
+            for compiled in places_in(module):
+                names = [name for name in (*path.split("."), *compiled.path.split(".")) if name]
+                yield ".".join(names[: len(names) - compiled.hops]), module, compiled
         graft = graft_of(module)
         for place in graft.places if graft is not None else ():
             names = path.split(".") if path else []
@@ -106,10 +111,10 @@ def graph_of(target: Target) -> torch.fx.Graph:
         return module.graph
     if target.where.kind != "op":
         return getattr(type(module), "_gs_graph", None) or sealed.seal(user_class(module).forward, (), ())
-    return _LeafTracer().trace(module)
+    return LeafTracer().trace(module)
 
 
-class _LeafTracer(torch.fx.Tracer):
+class LeafTracer(torch.fx.Tracer):
     """Traces one forward: every child is a leaf, and so is every operator."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
