@@ -90,7 +90,7 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
     ``received`` names the positional parameters where the graph passes on all that the module receives.
     """
     scripted, body = _scripted(k, form)
-    keep = f"        self._gs_tap_{form.head} = x\n" if form.head else ""
+    keep = f"        self._gs_tap_{form.head} = x.clone()\n" if form.head else ""
     run = "run(self, x)"
     if form.where.kind == "input" and received is not None:
         run = f"run_received(self, x, {received!r})"
