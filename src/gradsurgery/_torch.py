@@ -19,6 +19,7 @@ __all__ = [
     "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
+    "is_held_once",
     "is_in_reverse",
     "is_observed",
     "is_overlay",
@@ -80,6 +81,15 @@ def _is_proxied() -> bool:
     except (AttributeError, ImportError):
         return True
     return get_proxy_mode() is not None
+
+
+def is_held_once(x: Tensor) -> bool:
+    """Whether nothing but its Python object holds this tensor: no view has it for a base, no graph has saved it.
+
+    The safe answer is no.
+    """
+    count: Callable[[], int] | None = getattr(x, "_use_count", None)
+    return count is not None and count() == 1
 
 
 def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
