@@ -6,7 +6,7 @@ A name that is missing in another version of torch gets the safe answer, which e
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -154,11 +154,16 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_w
 
 def wrapped_attribute(module: object) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps, or None for a module that is no wrapper."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    return _wrapping_attribute(type(module))
+
+
+@lru_cache(maxsize=1024)  # asked for every module of a model
+def _wrapping_attribute(cls: type[Any]) -> str | None:
+    if issubclass(cls, nn.parallel.DistributedDataParallel):
         return "module"
     # By name, since importing the compiler costs a second and nothing is compiled where it was never imported.
-    for cls in type(module).__mro__:
-        if (attribute := _WRAPPERS.get(cls.__name__)) is not None and cls.__module__.startswith("torch."):
+    for base in cls.__mro__:
+        if (attribute := _WRAPPERS.get(base.__name__)) is not None and base.__module__.startswith("torch."):
             return attribute
     return None
 

@@ -8,7 +8,7 @@ the version counter too, so a change in place of what autograd has saved raises 
 That nobody does is counted, not assumed:
 
 * the references to the Python object: any variable, container, closure, hook or running frame that holds it counts;
-* the references to the tensor itself: it is the base of its views, and whoever saved it for backward has it, so both count;
+* the references to the tensor itself: its views have it for a base, and a graph that saved it has it, so both count;
 * a view is never handed on, since its base can be read, and neither is a leaf, since its gradient can.
 """
 
@@ -24,9 +24,9 @@ from .._torch import is_held_once, is_observed
 from .formula import is_differentiable
 from .modules import GradientReversal, ScaleGradient, StopGradient
 
-__all__ = ["hands_on", "moved"]
+__all__ = ["COUNTS", "hands_on", "moved"]
 
-_COUNTS = sys.implementation.name == "cpython" and sys.version_info < (3, 13)
+COUNTS = sys.implementation.name == "cpython" and sys.version_info < (3, 13)
 """Whether each variable of a running function is a reference that counts; later versions of Python may borrow."""
 
 
@@ -42,7 +42,7 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         operator: of a type that ``hands_on``.
         x: the value at a place, of which its caller has counted every reference, and keeps none.
     """
-    if not _COUNTS or type(x) is not Tensor or not is_differentiable(x):
+    if not COUNTS or type(x) is not Tensor or not is_differentiable(x):
         return None
     if not x.requires_grad or not torch.is_grad_enabled() or x.is_leaf or x._is_view() or not is_held_once(x):
         return None
