@@ -28,7 +28,7 @@ class Tree:
         return walk(self.root)
 
     def is_shared(self, module: nn.Module) -> bool:
-        """Whether a module is a child more than once, of one parent or of several; what lies inside of it is left out."""
+        """Whether a module is a child more than once, of one or several; what lies inside of it is left out."""
         # Four are the parent's reference, the caller's, this variable and the argument: then there is no other parent.
         if COUNTS and sys.getrefcount(module) <= 4:
             return False
