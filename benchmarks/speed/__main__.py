@@ -34,13 +34,8 @@ PACKAGES = ("torch", "torchvision", "timm", "pytorch-revgrad", "torch-gradient-r
 
 def versions() -> dict[str, str]:
     """Of everything that is compared."""
-    found = {"Python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {name: metadata.version(name) for name in PACKAGES if any(metadata.distributions(name=name))}
+    return {"Python": platform.python_version(), **installed, "device": "CPU"}
 
 
 def measured(parts: list[str], kept: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -79,7 +74,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     one_thread()
     for rows in measured(options.parts, run["rows"]):
-        run = {"versions": versions() | {"device": "CPU"}, "rows": rows}
+        run = {"versions": versions(), "rows": rows}
         options.out.write_text(json.dumps(run, indent=1) + "\n")
     for row in missed(run["rows"]):
         print("short of its target:", json.dumps(row))

@@ -5,6 +5,7 @@ same gradient. The limit has no operator: its sink multiplies the gradient once,
 """
 
 import copy
+import functools
 import gc
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .peers import LIMIT, OPERATORS, OURS, built
-from .timing import in_turns, peak_memory, ratio
+from .timing import Act, in_turns, memory, ratio
 
 SIZES = {"16 elements": (16,), "64 MB": (16, 1024, 1024)}
 NEAR, SAME = 1.1, 1.01
@@ -64,24 +65,25 @@ class Sink(nn.Module):
         return _Sink.apply(x, self.grad, self.multiplies)
 
 
-def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 15) -> Iterator[dict[str, Any]]:
-    """A row for each operator and size: time and memory against the limit."""
+def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 40) -> Iterator[dict[str, Any]]:
+    """A row for each operator and size: time against the limit, and activations that its forward leaves in memory."""
     for size, shape in sizes.items():
         small = len(shape) == 1
         models = {name: built(name, Source(shape), Sink(shape, name == LIMIT)) for name in (LIMIT, OURS, *OPERATORS)}
-        given = torch.ones(())
-        acts = {name: lambda model=model: model(given).backward() for name, model in models.items()}
-        times = in_turns(acts, rounds, repeats=200 if small else 1, warm=3)
-        held = {} if small else {name: peak_memory(act) for name, act in acts.items()}
+        acts = {name: _step(model, torch.ones(())) for name, model in models.items()}
+        times = in_turns(acts, rounds, repeats=100 if small else 1, warm=3)
+        activation = torch.ones(shape).nbytes
         for name in (OURS, *OPERATORS):
             row = {"table": "operator", "row": name, "size": size, "against": LIMIT, **ratio(times, name, LIMIT)}
-            if held:
-                row["memory"] = held[name] / held[LIMIT]
-            if name == OURS and not small:
-                row["target"] = NEAR
-            yield row
+            if not small:
+                row["held"] = memory(functools.partial(models[name], torch.ones(())))[1] / activation
+            yield row | ({"target": NEAR} if name == OURS and not small else {})
         del models, acts
         gc.collect()
+
+
+def _step(model: nn.Module, given: Tensor) -> Act:
+    return lambda: model(given).sum().backward()
 
 
 class Wave(nn.Module):
@@ -102,7 +104,7 @@ class Cosine(nn.Module):
         return x.cos()
 
 
-def compiled(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 15) -> Iterator[dict[str, Any]]:
+def compiled(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 30) -> Iterator[dict[str, Any]]:
     """A row for each operator and size: ``sin -> operator -> cos`` compiled, against the same without an operator."""
     for size, shape in sizes.items():
         small = len(shape) == 1
@@ -117,7 +119,7 @@ def compiled(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 15) -> Ite
             except Exception as error:  # what a compiler cannot take is a result
                 yield {"table": "compiled", "row": name, "size": size, "refused": type(error).__name__}
                 continue
-            acts[name] = lambda module=module: module(given).sum().backward()
+            acts[name] = _step(module, given)
         times = in_turns(acts, rounds, repeats=50 if small else 1, warm=2)
         for name in [name for name in acts if name != LIMIT]:
             row = {

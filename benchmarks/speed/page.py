@@ -76,7 +76,8 @@ def _round(number: float) -> str:
 
 def _insertion(rows: list[Row]) -> list[str]:
     lines = (
-        f"| {row['row']} | {row['against']} | {_span(row)} | {_round(row['memory'])} | {'no' if row['untouched'] else 'YES'} |"
+        f"| {row['row']} | {row['against']} | {_span(row)} | {_round(row['memory'])} "
+        f"| {'none' if row['untouched'] else 'SOME'} |"
         for row in _of(rows, "insertion")
     )
     return _table("| model and place | extractor | times quicker | times less memory | tensors touched |", lines)
@@ -96,9 +97,9 @@ def _operator(rows: list[Row]) -> list[str]:
     by = {(row["row"], row["size"]): row for row in found}
     lines = []
     for name in dict.fromkeys(row["row"] for row in found):
-        memory = next((f"{row['memory']:.1f}" for size in sizes if "memory" in (row := by[name, size])), "")
-        lines.append(f"| {name} | " + " | ".join(_span(by.get((name, size))) for size in sizes) + f" | {memory} |")
-    return _table("| operator | " + " | ".join(f"time, {s}" for s in sizes) + " | memory, the larger |", lines)
+        held = next((f"{row['held']:.1f}" for size in sizes if "held" in (row := by[name, size])), "")
+        lines.append(f"| {name} | " + " | ".join(_span(by.get((name, size))) for size in sizes) + f" | {held} |")
+    return _table("| operator | " + " | ".join(f"time, {s}" for s in sizes) + " | activations held |", lines)
 
 
 def _compiled(rows: list[Row]) -> list[str]:
@@ -117,7 +118,8 @@ def _safety(rows: list[Row]) -> list[str]:
 
 def _step(rows: list[Row]) -> list[str]:
     lines = (
-        f"| {row['row']} | {row['mode']} | {row['operator']} | {_span(row)} | {row['arithmetic']:.2f} | {row['memory']:.2f} |"
+        f"| {row['row']} | {row['mode']} | {row['operator']} | {_span(row)} "
+        f"| {row['arithmetic']:.2f} | {row['memory']:.2f} |"
         for row in _of(rows, "step")
     )
     return _table("| model and place | mode | operator | time | arithmetic | peak memory |", lines)

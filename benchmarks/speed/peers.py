@@ -1,9 +1,9 @@
 """One operator in eight ways: the gradient reversals that people use, each as its source has it.
 
-Three are packages, left out where they are not installed: ``pip install --no-deps pytorch-revgrad torch-gradient-reversal
-pytorch-adapt pytorch-metric-learning`` (the last for the one before it). The others are written here in a few lines from what they do: Transfer-Learning-Library
-multiplies the value by 1.0 to get a new tensor, fairseq returns an alias of it (``new(x)``), and hooks change the gradient
-of a tensor or of a module in passing.
+Three are packages, left out where they are not installed: ``pip install --no-deps pytorch-revgrad
+torch-gradient-reversal pytorch-adapt pytorch-metric-learning`` (the last is imported by the one before it). The others
+are written here in a few lines from what they do: Transfer-Learning-Library multiplies the value by 1.0 to get a new
+tensor, fairseq returns an alias of it (``new(x)``), hooks change the gradient of a tensor or of a module in passing.
 """
 
 import importlib
@@ -69,18 +69,16 @@ def _module_hook() -> nn.Module:
 OURS, LAYER, LIMIT = "gs.insert_grl at a module", "gs.GradientReversal as a layer", "the limit"
 
 
-def _installed() -> dict[str, Callable[[], nn.Module]]:
-    found = {}
-    for name, (module, layer) in PACKAGES.items():
-        try:
-            found[name] = getattr(importlib.import_module(module), layer)
-        except ImportError:  # it, or what it imports
-            continue
-    return found
+def _layer_of(name: str) -> Callable[[], nn.Module] | None:
+    module, layer = PACKAGES[name]
+    try:
+        return getattr(importlib.import_module(module), layer)
+    except ImportError:  # it, or what it imports
+        return None
 
 
 OPERATORS: dict[str, Callable[[], nn.Module]] = {
-    **_installed(),
+    **{name: layer for name in PACKAGES if (layer := _layer_of(name)) is not None},
     "`x * 1.0`, as in Transfer-Learning-Library": lambda: _Layer(_Copying.apply),
     "alias, as in fairseq": lambda: _Layer(_Aliasing.apply),
     "tensor hook": lambda: _Layer(_hooked),

@@ -1,6 +1,7 @@
 """A training step with an operator in the middle, and an opened forward, against the untouched model."""
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradsurgery as gs
 
-from .timing import in_turns, peak_memory, ratio
+from .timing import in_turns, memory, ratio
 
 MIDDLE = {"resnet50": "layer3", "vit_small_patch16_224": "blocks.5"}
 UNTOUCHED, AGAIN, REVERSED, STOPPED = "untouched", "another untouched copy", "gradient reversal", "stop-gradient"
@@ -53,7 +54,7 @@ def flops(act: Callable[[], object]) -> int:
 def training(
     names: dict[str, str] = MIDDLE, compiled: bool = False, rounds: int = 12, batch: int = 2, size: int = 224
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model and operator: time and memory against the untouched step, and what the arithmetic predicts."""
+    """A row for each model and operator: time and memory against the untouched step, and what arithmetic predicts."""
     for name, at in names.items():
         torch.manual_seed(0)
         torch.compiler.reset()
@@ -65,7 +66,7 @@ def training(
         if compiled:
             acts = {k: step(m, torch.compile(m, dynamic=False), images, labels) for k, m in kinds.items()}
         times = in_turns(acts, rounds, warm=2)
-        held = {kind: peak_memory(act) for kind, act in acts.items()}
+        held = {kind: memory(act)[0] for kind, act in acts.items()}
         for kind in (AGAIN, REVERSED, STOPPED):
             yield {
                 "table": "step",
@@ -95,8 +96,7 @@ def opened(names: dict[str, tuple[str, int]] = OPENED, rounds: int = 40) -> Iter
         model = gs.insert_grl(copy.deepcopy(plain), at, example=images)
         whole = {UNTOUCHED: plain, AGAIN: copy.deepcopy(plain), "opened": model}
         with torch.no_grad():
-            acts = {kind: lambda model=model: model(images) for kind, model in whole.items()}
-            times = in_turns(acts, rounds, warm=3)
+            times = in_turns({kind: functools.partial(each, images) for kind, each in whole.items()}, rounds, warm=3)
         for kind in (AGAIN, "opened"):
             shown = f"opened at `{at}`" if kind == "opened" else kind
             yield {"table": "opened", "row": name, "operator": shown, **ratio(times, kind, UNTOUCHED)}

@@ -50,16 +50,17 @@ def ratio(times: Times, of: str, to: str, draws: int = 2000) -> dict[str, float]
     return {"ratio": medians(pairs), "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}
 
 
-def peak_memory(act: Act) -> int:
-    """The most bytes that torch's allocator gave out at one time during an act, above those at its start."""
+def memory(act: Act) -> tuple[int, int]:
+    """Bytes of torch's allocator during an act, beyond those at its start: the most at one time, those left at its end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        act()
+        result = act()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)
-    return most
+    del result
+    return most, now
 
 
 def one_thread() -> None:

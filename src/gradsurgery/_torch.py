@@ -23,6 +23,7 @@ __all__ = [
     "is_in_reverse",
     "is_observed",
     "is_overlay",
+    "is_recorded_transform",
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
@@ -70,6 +71,16 @@ def is_in_reverse() -> bool:
         return all(level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Vmap) for level in stack)
     except (AttributeError, ImportError):
         return False
+
+
+def is_recorded_transform() -> bool:
+    """Whether ``make_fx`` records a transform or forward AD op by op, as ``torch.func.linearize`` has it do.
+
+    The safe answer is no.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return is_transformed() and _is_proxied()
 
 
 def _is_proxied() -> bool:
@@ -154,7 +165,8 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_w
 
 def wrapped_attribute(module: object) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps, or None for a module that is no wrapper."""
-    return _wrapping_attribute(type(module))
+    cls: Any = type(module)
+    return _wrapping_attribute(cls)
 
 
 @lru_cache(maxsize=1024)  # asked for every module of a model

@@ -1,8 +1,8 @@
 """The way through the house: address -> capture -> edit -> graft, in one function for every operator."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -27,10 +27,27 @@ from .resolve import At, resolve
 from .twin import twin
 from .wrappers import bare, owns_parameters
 
-__all__ = ["insert", "insert_grl", "insert_scale_gradient", "insert_stop_gradient", "insert_transform"]
+__all__ = [
+    "Wanted",
+    "insert",
+    "insert_grl",
+    "insert_scale_gradient",
+    "insert_stop_gradient",
+    "insert_transform",
+    "operate",
+]
 
 M = TypeVar("M", bound=nn.Module)
 Side = Literal["output", "input"]
+
+
+class Wanted(NamedTuple):
+    """An operator that was asked for: ``make`` gives the one for the next place that ``at`` names."""
+
+    at: At
+    make: Callable[[], nn.Module]
+    side: Side = "output"
+    expect: int | None = None
 
 
 def insert(
@@ -72,7 +89,7 @@ def insert(
         OperatorError: where ``operator`` is not a module instance.
         SurgeryError: where the model cannot be operated on. The base of the three above.
     """
-    return _operate(model, at, lambda: operator, side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: operator, side, expect)], example, inplace)
 
 
 def insert_grl(
@@ -107,7 +124,7 @@ def insert_grl(
         SurgeryError: as in :func:`insert`.
     """
     checked_lambd(lambd, "GradientReversal")  # a wrong strength is the first thing to hear about
-    return _operate(model, at, lambda: GradientReversal(lambd), side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: GradientReversal(lambd), side, expect)], example, inplace)
 
 
 def insert_scale_gradient(
@@ -139,7 +156,7 @@ def insert_scale_gradient(
         SurgeryError: as in :func:`insert`.
     """
     checked_factor(scale, "ScaleGradient")
-    return _operate(model, at, lambda: ScaleGradient(scale), side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: ScaleGradient(scale), side, expect)], example, inplace)
 
 
 def insert_stop_gradient(
@@ -166,7 +183,7 @@ def insert_stop_gradient(
     Raises:
         SurgeryError: as in :func:`insert`.
     """
-    return _operate(model, at, StopGradient, side, example, expect, inplace)
+    return operate(model, [Wanted(at, StopGradient, side, expect)], example, inplace)
 
 
 def insert_transform(
@@ -206,26 +223,23 @@ def insert_transform(
     if backward not in kinds:
         raise SurgeryError(f"backward={backward!r} was asked for. It is one of {', '.join(map(repr, kinds))}.")
     operator = kinds[backward](fn)
-    return _operate(model, at, lambda: operator, side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: operator, side, expect)], example, inplace)
 
 
-def _operate(
-    model: M,
-    at: At,
-    make: Callable[[], nn.Module],
-    side: Side = "output",
-    example: Example = None,
-    expect: int | None = None,
-    inplace: bool = True,
-) -> M:
+def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace: bool = True) -> M:
+    """Insert every operator that is wanted, in that order; where one place cannot be had, none is operated on."""
     root, arguments = bare(model), read_example(example)
-    if side not in ("output", "input"):
-        raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
-    operator = make()
-    check_operator(operator, model)
-    targets = resolve(root, at, side, ops_on(root, arguments))
-    expect_places(targets, expect, at)
-    _refuse_fused(root, targets, operator)
+    ops = ops_on(root, arguments)
+    found: list[tuple[Target, nn.Module]] = []
+    for at, make, side, expect in wanted:
+        if side not in ("output", "input"):
+            raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
+        operator = make()
+        check_operator(operator, model)
+        named = resolve(root, at, side, ops)
+        expect_places(named, expect, at)
+        _refuse_fused(root, named, operator)
+        found += [(target, make() if k else operator) for k, target in enumerate(named)]
     if not inplace:
         if model is not root:
             raise SurgeryError(
@@ -233,9 +247,10 @@ def _operate(
                 "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
             )
         model, copies = twin(model)
-        targets = [dataclasses.replace(target, module=copies[id(target.module)]) for target in targets]
+        found = [(dataclasses.replace(target, module=copies[id(target.module)]), one) for target, one in found]
         root = model
-    done = commit([Insertion(target, operator if k == 0 else make()) for k, target in enumerate(targets)])
+    targets = [target for target, _ in found]
+    done = commit([Insertion(target, operator) for target, operator in found])
     if arguments is not None:
         try:
             _check_that_all_run(root, targets, done, arguments)

@@ -17,11 +17,13 @@ from .functions import (
     detached_transform,
     frozen_transform,
     map_gradient,
+    map_gradient_by_name,
     reverse_gradient,
     scale_gradient,
     stop_gradient,
     straight_through,
 )
+from .kept import kept_name
 
 __all__ = [
     "DetachedTransform",
@@ -255,14 +257,33 @@ class MapGradient(_OfFunction):
 
     Raises:
         OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that
-            would lose ``fn``, ``torch.jit.script`` among them.
+            cannot keep ``fn``; see ``map_gradient``.
     """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fn)
+        kept_name(fn)  # a graph that was recorded elsewhere finds it from here on
 
     def forward(self, x: Tensor) -> Tensor:
         return map_gradient(x, self.fn)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        raise OperatorError(
-            f"torch.jit.script was asked for {self!r}. TorchScript has no function of a gradient. "
-            "Use ScaleGradient where the function is a factor, or torch.compile."
-        )
+        name = kept_name(self.fn)
+        if name is None:
+            raise OperatorError(
+                f"torch.jit.script was asked for {self!r}. TorchScript keeps a function of a gradient by its name, as "
+                "pickle does, and this one has none. Define it at the top of a module that can be imported, use "
+                "ScaleGradient where it is a factor, or torch.compile."
+            )
+        return _MappedByName(name)
+
+
+class _MappedByName(nn.Module):
+    """What ``torch.jit.script`` makes of a ``MapGradient``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return map_gradient_by_name(x, self.name)
