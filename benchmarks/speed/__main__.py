@@ -27,7 +27,8 @@ PARTS: dict[str, list[Callable[[], Iterator[dict[str, Any]]]]] = {
     "safety": [operators.safety],
     "compiled": [operators.compiled],
     "opened": [steps.opened],
-    "step": [steps.training, lambda: steps.training(compiled=True)],
+    "step": [steps.training],
+    "compiled step": [lambda: steps.training(compiled=True)],
 }
 PACKAGES = ("torch", "torchvision", "timm", "pytorch-revgrad", "torch-gradient-reversal", "pytorch-adapt")
 
@@ -45,6 +46,7 @@ def measured(parts: list[str], kept: list[dict[str, Any]]) -> Iterator[list[dict
         rows[part] = []
         for measure in PARTS[part]:
             for row in measure():
+                row["table"] = part
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 rows[part].append(row)
         yield [row for part in PARTS for row in rows[part]]

@@ -82,7 +82,6 @@ def models(names: Iterable[str] = PLACES, rounds: int = 3) -> Iterator[dict[str,
         gs.remove(model)
         for peer, extract in peers.items():
             yield {
-                "table": "insertion",
                 "row": f"{name}, `{at}`",
                 "against": peer,
                 **ratio(times, peer, "gradsurgery"),
@@ -140,4 +139,4 @@ def growth(rounds: int = 5, units: int = 333) -> Iterator[dict[str, Any]]:
     ]
     for row, against, of, to in rows:
         target = {"target": QUICKER_BY_GLOB} if of == "extractor" else {}
-        yield {"table": "growth", "row": row, "against": against, **ratio(times, of, to), **target}
+        yield {"row": row, "against": against, **ratio(times, of, to), **target}

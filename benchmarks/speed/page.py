@@ -120,7 +120,7 @@ def _step(rows: list[Row]) -> list[str]:
     lines = (
         f"| {row['row']} | {row['mode']} | {row['operator']} | {_span(row)} "
         f"| {row['arithmetic']:.2f} | {row['memory']:.2f} |"
-        for row in _of(rows, "step")
+        for row in _of(rows, "step") + _of(rows, "compiled step")
     )
     return _table("| model and place | mode | operator | time | arithmetic | peak memory |", lines)
 

@@ -52,7 +52,7 @@ def flops(act: Callable[[], object]) -> int:
 
 
 def training(
-    names: dict[str, str] = MIDDLE, compiled: bool = False, rounds: int = 12, batch: int = 2, size: int = 224
+    names: dict[str, str] = MIDDLE, compiled: bool = False, rounds: int = 8, batch: int = 2, size: int = 224
 ) -> Iterator[dict[str, Any]]:
     """A row for each model and operator: time and memory against the untouched step, and what arithmetic predicts."""
     for name, at in names.items():
@@ -64,12 +64,12 @@ def training(
         counted = {kind: flops(act) for kind, act in eager.items()}
         acts = eager
         if compiled:
+            del kinds[AGAIN]
             acts = {k: step(m, torch.compile(m, dynamic=False), images, labels) for k, m in kinds.items()}
         times = in_turns(acts, rounds, warm=2)
         held = {kind: memory(act)[0] for kind, act in acts.items()}
-        for kind in (AGAIN, REVERSED, STOPPED):
+        for kind in [kind for kind in acts if kind != UNTOUCHED]:
             yield {
-                "table": "step",
                 "row": f"{name}, `{at}`",
                 "operator": kind,
                 "mode": "compiled" if compiled else "eager",
@@ -99,4 +99,4 @@ def opened(names: dict[str, tuple[str, int]] = OPENED, rounds: int = 40) -> Iter
             times = in_turns({kind: functools.partial(each, images) for kind, each in whole.items()}, rounds, warm=3)
         for kind in (AGAIN, "opened"):
             shown = f"opened at `{at}`" if kind == "opened" else kind
-            yield {"table": "opened", "row": name, "operator": shown, **ratio(times, kind, UNTOUCHED)}
+            yield {"row": name, "operator": shown, **ratio(times, kind, UNTOUCHED)}
