@@ -51,7 +51,7 @@ def ratio(times: Times, of: str, to: str, draws: int = 2000) -> dict[str, float]
 
 
 def memory(act: Act) -> tuple[int, int]:
-    """Bytes of torch's allocator during an act, beyond those at its start: the most at once, and those left at its end."""
+    """Bytes of torch's allocator in an act, beyond those at its start: the most at once, and those left at its end."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = act()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
