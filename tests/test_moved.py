@@ -256,6 +256,20 @@ def test_an_operator_of_ones_own_is_called() -> None:
     assert torch.equal(module(torch.ones(3)), 2 * module.weight)
 
 
+def test_an_operator_that_was_put_in_its_place_is_called() -> None:
+    called = []
+
+    class Other(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(x)
+            return x * 3
+
+    module = gs.insert_grl(Makes(lambda x, held: x * 1), "")
+    module._gs_graft.places[0].put(module, Other())
+    assert torch.equal(module(torch.ones(3)), 3 * module.weight)
+    assert called
+
+
 def test_modes_that_watch_see_the_operator() -> None:
     seen: list[Any] = []
 

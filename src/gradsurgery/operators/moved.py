@@ -39,7 +39,7 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
     """What the operator makes of ``x`` in the memory of ``x``; None where it cannot be proven that nobody reads ``x``.
 
     Args:
-        operator: of a type that ``hands_on``.
+        operator: the live operator; of a type that does not ``hands_on`` gives None.
         x: the value at a place, of which its caller has counted every reference, and keeps none.
     """
     if not COUNTS or type(x) is not Tensor or not is_differentiable(x):
@@ -48,11 +48,12 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         return None
     if x.layout is not torch.strided or x.is_nested or has_torch_function_unary(x) or is_observed():
         return None
-    if isinstance(operator, GradientReversal):
+    # By the very type: one of another may stand in its place for a while, and a subclass may do something else.
+    if type(operator) is GradientReversal:
         return _Moved.apply(x, -operator.lambd)
-    if isinstance(operator, ScaleGradient):
+    if type(operator) is ScaleGradient:
         return _Moved.apply(x, operator.scale)
-    return x.detach()
+    return x.detach() if type(operator) is StopGradient else None
 
 
 class _Moved(Function):
