@@ -1,4 +1,4 @@
-"""docs/: every Python block is executed, a page's in the order they stand and in one namespace; every link leads somewhere."""
+"""docs/: every Python block is executed, those of a page in order and in one namespace; every link leads somewhere."""
 
 import re
 from pathlib import Path
