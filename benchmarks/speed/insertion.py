@@ -58,7 +58,7 @@ def memory(act: Callable[[], object]) -> int:
     return most
 
 
-def models(names: Iterable[str] = PLACES, rounds: int = 3) -> Iterator[dict[str, Any]]:
+def models(names: Iterable[str] = PLACES, rounds: int = 2) -> Iterator[dict[str, Any]]:
     """A row for each model and peer: how many times quicker, how much less memory, whether a tensor was touched."""
     for name in names:
         at = PLACES.get(name, "layer3")

@@ -65,7 +65,7 @@ class Sink(nn.Module):
         return _Sink.apply(x, self.grad, self.multiplies)
 
 
-def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 40) -> Iterator[dict[str, Any]]:
+def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 30) -> Iterator[dict[str, Any]]:
     """A row for each operator and size: time against the limit, and activations that its forward leaves in memory."""
     for size, shape in sizes.items():
         small = len(shape) == 1
