@@ -84,7 +84,7 @@ def training(
 OPENED = {
     "resnet18": ("layer3.0:add", 64),
     "vit_tiny_patch16_224": ("blocks.6:add@0", 224),
-    "convnext_atto": ("stages.2.1:add", 64),
+    "convnext_atto": ("stages.2.blocks.1:add", 64),
 }
 
 

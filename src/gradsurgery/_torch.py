@@ -86,7 +86,9 @@ def is_recorded_transform() -> bool:
 def _is_proxied() -> bool:
     """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
     try:
-        if torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0:
+        # The key, since counting the modes that it stands for takes longer than all the rest of an operator's checks.
+        key = torch._C.DispatchKey.PreDispatch
+        if torch._C._len_torch_dispatch_stack() == 0 and not torch._C._dispatch_tls_is_dispatch_key_included(key):
             return False
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
     except (AttributeError, ImportError):
