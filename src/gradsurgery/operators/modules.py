@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import OperatorError
 from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
 from .formula import is_differentiable, replaced_by_formula, stopped_by_formula
-from .frozen import modules_of
+from .frozen import buffers_in_training, modules_of
 from .functions import (
     detached_transform,
     frozen_transform,
@@ -195,7 +195,7 @@ class FrozenTransform(_OfFunction):
 
     Raises:
         OperatorError: ``fn`` cannot be called; in forward, as ``frozen_transform``; and from ``torch.jit.script`` when
-            ``fn`` has parameters that require grad, since TorchScript has no way to keep gradients from them.
+            ``fn`` has parameters that require grad, or buffers in training mode, which TorchScript would change.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -215,6 +215,12 @@ class FrozenTransform(_OfFunction):
                 f"torch.jit.script was asked for {type(self).__name__}. "
                 f"Its fn has parameters that require grad: {', '.join(learning[:5])}; in TorchScript they would get it."
                 " Call fn.requires_grad_(False) before scripting."
+            )
+        if any(buffers_in_training(held) for held in modules_of(self.fn)):
+            raise OperatorError(
+                f"torch.jit.script was asked for {type(self).__name__}. Its fn is in training mode and has buffers, "
+                "such as the statistics of a BatchNorm, which in TorchScript it would go on changing. "
+                "Call fn.eval() before scripting, or trace the model instead."
             )
         return self
 
