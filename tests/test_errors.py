@@ -61,6 +61,49 @@ def lost() -> object:
     return gs.verify(nn.SyncBatchNorm.convert_sync_batchnorm(net), torch.ones(2, 2))
 
 
+class CallsBack(nn.Module):
+    @torch.jit.ignore
+    def python(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.python(x)
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def compiled(
+    network: nn.Module | None, operate: Callable[[Any], object], trace: bool = False, freeze: bool = False
+) -> Callable[[], object]:
+    """Operate on a network as TorchScript."""
+
+    def cause() -> object:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that TorchScript is deprecated, and that an LSTM looks at sizes
+            network_ = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if network is None else network
+            made = torch.jit.trace(network_, torch.ones(1, 2, 2)) if trace else torch.jit.script(network_)
+            return operate(torch.jit.freeze(made.eval()) if freeze else made)
+
+    return cause
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (hidden, _) = self.lstm(x)
+        return out + hidden
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(Block(), nn.MultiheadAttention(2, 1), nn.ReLU())
 
@@ -194,6 +237,15 @@ CAUSES: dict[str, Callable[[], object]] = {
         torch.ones(2), "elsewhere:clip"
     ),
     "was inserted and is lost": lost,
+    "no compiled method calls it": compiled(Reads(), lambda m: gs.insert_grl(m, "inner")),
+    "has no name. Name a module": compiled(None, lambda m: gs.insert_grl(m, "0:add")),
+    "Several values": compiled(Long(), lambda m: gs.insert_grl(m, "lstm"), trace=True),
+    "TorchScript cannot compile it": compiled(None, lambda m: gs.insert(m, "0", nn.DataParallel(nn.Linear(2, 2)))),
+    "the ScriptModule is frozen": compiled(None, lambda m: gs.insert_grl(m, "0"), freeze=True),
+    "is the child": compiled(
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2))), lambda m: gs.insert_grl(getattr(m, "0"), "0")
+    ),
+    "cannot be saved": compiled(CallsBack(), lambda m: gs.insert_grl(m, "")),
     "is wrapped in nn.DataParallel": grl("0", on=nn.DataParallel(model())),
     "Give an nn.Module": grl("0", on={"a": 1}),
 }

@@ -22,12 +22,13 @@ from .example import Arguments, Example, read_example
 from .listing import places_of
 from .measure import strided
 from .operators.values import map_tensors
+from .place import Place
 from .progress import Progress
 from .stand_in import keeps_value
 from .tap import HeadPlace, TapPlace
 from .twin import twin
 from .verify import refuse_lost
-from .wrappers import bare
+from .wrappers import bare, refuse_compiled
 
 __all__ = ["exported", "onnx", "refuse_existing", "to_exported", "to_onnx", "to_torchscript", "torchscript"]
 
@@ -227,6 +228,7 @@ def onnx(
 def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference: bool) -> nn.Module:
     """The bare model to convert: itself, or for inference a twin without what acts on the gradient alone."""
     root = bare(model)
+    refuse_compiled(root, "a conversion", "It is TorchScript already: model.save(path) writes it, operators included.")
     refuse_lost(root)
     if path is not None:
         refuse_existing(path, force)
@@ -236,7 +238,9 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
     gone = [
         (module, place)
         for _, module, place in list(places_of(root))
-        if not isinstance(place, HeadPlace | TapPlace) and keeps_value(place.operator(module))
+        if isinstance(place, Place)  # a part that is TorchScript already is shared with the original
+        and not isinstance(place, HeadPlace | TapPlace)
+        and keeps_value(place.operator(module))
     ]
     taps = {p.tap for _, _, p in places_of(root) if isinstance(p, HeadPlace) and p.training_only}
     gone += [(m, p) for _, m, p in places_of(root) if isinstance(p, HeadPlace | TapPlace) and p.tap in taps]

@@ -24,6 +24,7 @@ from .operators import (
     StraightThrough,
 )
 from .operators.coefficient import name_of
+from .scripted.place import LIVE_KINDS
 from .surgery import Wanted, operate
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
@@ -101,7 +102,7 @@ def recipe(model: nn.Module) -> dict[str, Any]:
 
 
 def _described(operator: nn.Module, address: str) -> dict[str, Any]:
-    kind = type(operator)
+    kind = LIVE_KINDS.get(type(operator), type(operator))
     if kind not in VALUES:
         raise OperatorError(
             f"a recipe was asked for, but the operator at {address!r} is {one_line(operator)}, a class of your own, "

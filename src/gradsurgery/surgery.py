@@ -24,6 +24,8 @@ from .operators import (
 from .operators.coefficient import checked_factor, checked_lambd
 from .place import Place, Target
 from .resolve import At, resolve
+from .scripted.names import resolve_compiled
+from .scripted.surgery import insert_compiled
 from .twin import twin
 from .wrappers import bare, owns_parameters
 
@@ -229,23 +231,31 @@ def insert_transform(
 def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace: bool = True) -> M:
     """Insert every operator that is wanted, in that order; where one place cannot be had, none is operated on."""
     root, arguments = bare(model), read_example(example)
+    compiled = root if isinstance(root, torch.jit.ScriptModule) else None
+    if compiled is not None and example is not None:
+        raise SurgeryError(
+            "example was given for a ScriptModule. Which modules its compiled code calls is known without a run, and a "
+            "place that is not called is refused: leave example off."
+        )
     ops = ops_on(root, arguments)
     found: list[tuple[Target, nn.Module]] = []
+    batches: list[list[tuple[Target, nn.Module]]] = []
     for at, make, side, expect in wanted:
         if side not in ("output", "input"):
             raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
         operator = make()
         check_operator(operator, model)
-        named = resolve(root, at, side, ops)
+        named = resolve(root, at, side, ops) if compiled is None else resolve_compiled(compiled, at, side)
         expect_places(named, expect, at)
         _refuse_fused(root, named, operator)
-        found += [(target, make() if k else operator) for k, target in enumerate(named)]
+        batches.append([(target, make() if k else operator) for k, target in enumerate(named)])
+        found += batches[-1]
     if not inplace:
-        if model is not root:
-            raise SurgeryError(
-                f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
-                "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
-            )
+        _refuse_wrapper(model, root)
+    if compiled is not None:
+        operated = insert_compiled(compiled, batches, inplace)
+        return model if inplace else operated  # type: ignore[return-value]
+    if not inplace:
         model, copies = twin(model)
         found = [(dataclasses.replace(target, module=copies[id(target.module)]), one) for target, one in found]
         root = model
@@ -259,6 +269,14 @@ def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace
             raise
     record(root, [(target, place) for target, (_, place) in zip(targets, done, strict=True)])
     return model
+
+
+def _refuse_wrapper(model: nn.Module, root: nn.Module) -> None:
+    if model is not root:
+        raise SurgeryError(
+            f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
+            "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
+        )
 
 
 def check_operator(operator: Any, model: nn.Module) -> None:
