@@ -18,6 +18,7 @@ def name(page: Path) -> str:
 WITH_BLOCKS = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 
+@pytest.mark.usefixtures("scripting")
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=name)
 def test_python_blocks_run_in_order(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # they may write files

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "constant_when_compiled",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
@@ -32,6 +33,18 @@ __all__ = [
     "without_wrappers",
     "wrapped_attribute",
 ]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports the compiler, for a second.
+
+    Where the mark has another name the compiler looks into the function, and says what it cannot compile there.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def is_observed() -> bool:
