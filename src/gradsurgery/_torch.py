@@ -15,7 +15,8 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
-    "constant_when_compiled",
+    "archive_reader",
+    "constant_to_dynamo",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
@@ -28,23 +29,45 @@ __all__ = [
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
+    "read_program",
     "replaced_parameters",
     "saved_tensors_hooks",
     "without_wrappers",
     "wrapped_attribute",
 ]
 
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def constant_when_compiled(function: Function) -> Function:
-    """Mark a function as ``torch.compiler.assume_constant_result`` does, which imports the compiler, for a second.
+def archive_reader(content: Any) -> Any:
+    """The reader of export archives that torch itself uses; without one it is None, and nobody can look inside."""
+    try:
+        from torch.export.pt2_archive import PT2ArchiveReader
+    except ImportError:
+        return None
+    return PT2ArchiveReader(content)
 
-    Where the mark has another name the compiler looks into the function, and says what it cannot compile there.
+
+def constant_to_dynamo(fn: Function) -> Function:
+    """Mark a function whose result Dynamo may take for a constant, as ``torch.compiler.assume_constant_result`` does.
+
+    That imports the whole compiler, which costs seconds and needs numpy. Where the mark has another name, Dynamo traces
+    the function, or refuses the graph.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def read_program(content: Any) -> Any:
+    """The program in an export archive that has been looked into, or None where there is no such reader.
+
+    ``torch.export.load`` would go on to an older format, and unpickle, where this one raises.
+    """
+    try:
+        from torch.export.pt2_archive._package import load_pt2
+    except ImportError:
+        return None
+    return load_pt2(content).exported_programs.get("model")
 
 
 def is_observed() -> bool:
