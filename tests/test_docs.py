@@ -44,5 +44,5 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_on_the_index() -> None:
-    listed = re.findall(r"\]\(([\w/]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} == set(listed)
