@@ -19,6 +19,7 @@ from .example import Arguments
 from .listing import places_of
 from .measure import Bench, Gradients, Step
 from .operators.values import map_tensors
+from .place import Place
 from .progress import Progress
 from .stand_in import runs_kept
 
@@ -90,7 +91,9 @@ class Reference:
 
     def __init__(self, root: nn.Module, arguments: Arguments, gradients: bool, progress: Progress) -> None:
         self.root, self.arguments, self.gradients, self.progress = root, arguments, gradients, progress
-        places = {id(place): (place.where.text(path), place) for path, _, place in places_of(root)}
+        places = {
+            id(place): (place.where.text(path), place) for path, _, place in places_of(root) if isinstance(place, Place)
+        }
         before = {key: place.runs for key, (_, place) in places.items()}
         with runs_kept(root):
             self.step = self._step(Bench(root, *arguments, None))
