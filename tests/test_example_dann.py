@@ -1,0 +1,103 @@
+"""examples/dann_digits.py: it runs, and it compares fairly: the parts are apart, the target's labels are not used."""
+
+import itertools
+import re
+import runpy
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "dann_digits.py"
+WAYS = ["source only", "same batches", "plain head", "DANN"]
+
+
+@pytest.fixture(scope="module")
+def script() -> SimpleNamespace:
+    """The names of the script, with its domains loaded once."""
+    names = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+    names.source, names.target = names.load()
+    return names
+
+
+def test_quick_run_prints_every_way_and_saves_the_picture(
+    script: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "picture.png"
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--quick", "--seeds", "3", "--picture", str(picture)])
+    monkeypatch.setenv("COLUMNS", "80")
+    # Reading the digits is half of the time, and the fixture has read them.
+    monkeypatch.setitem(script.main.__globals__, "load", lambda: (script.source, script.target))
+    script.main()
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
+    assert [row[1] for row in rows] == WAYS * 2
+    assert [row[0] for row in rows if row[0]] == ["small CNN", "resnet10t"]
+    for target, by_seed, source, probe in (map(float, row[2:]) for row in rows):
+        assert target == by_seed
+        assert all(0 <= value <= 100 for value in (target, source, probe))
+    assert len(re.findall(r"^(?:small CNN|resnet10t): DANN over .*: [+-]\d+\.\d points$", printed, re.MULTILINE)) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert 20_000 < picture.stat().st_size < 150_000  # an empty figure of that size has 5,000
+
+
+def trained(script: SimpleNamespace, name: str, way: str, target: Any, lambd: float = 0.5) -> dict[str, Tensor]:
+    network = replace(script.NETWORKS[name], steps=3)
+    return script.train(network, script.WAYS[way], 3, script.source, target, lambd, lambda: None).state_dict()
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def test_parts_share_no_image(script: SimpleNamespace) -> None:
+    for domain, count in ((script.source, 5000), (script.target, 1797)):
+        parts = [part.x.flatten(1).numpy() for part in (domain.train, domain.validation, domain.test)]
+        assert sum(map(len, parts)) == count
+        # By content, so that an image that came twice would be seen too.
+        seen = [{image.tobytes() for image in part} for part in parts]
+        assert not any(one & other for one, other in itertools.combinations(seen, 2))
+
+
+def test_parts_are_the_same_whatever_was_drawn_before(script: SimpleNamespace) -> None:
+    x, y = torch.arange(50), torch.arange(50)
+    before = script.split(x, y, 0.5, 0.2)
+    torch.rand(7)
+    again = script.split(x, y, 0.5, 0.2)
+    assert [len(part.x) for part in (before.train, before.validation, before.test)] == [25, 10, 15]
+    assert torch.equal(before.test.x, again.test.x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_target_label_is_trained_on(script: SimpleNamespace, way: str) -> None:
+    unlabelled = replace(script.target, train=script.target.train._replace(y=None))
+    assert same(trained(script, "small CNN", way, script.target), trained(script, "small CNN", way, unlabelled))
+
+
+def test_target_images_are_seen_in_every_way_but_source_only(script: SimpleNamespace) -> None:
+    inverted = replace(script.target, train=script.target.train._replace(x=1 - script.target.train.x))
+    changed = [
+        not same(trained(script, "small CNN", way, script.target), trained(script, "small CNN", way, inverted))
+        for way in WAYS
+    ]
+    assert changed == [False, True, True, True]
+
+
+@pytest.mark.parametrize("name", ["small CNN", "resnet10t"])
+def test_ways_differ_in_the_gradient_of_the_head_alone(script: SimpleNamespace, name: str) -> None:
+    batches = trained(script, name, "same batches", script.target)
+    for way in ("plain head", "DANN"):
+        assert same(batches, trained(script, name, way, script.target, lambd=0.0))
+        assert not same(batches, trained(script, name, way, script.target))
+
+
+def test_probe_tells_what_differs_and_nothing_else(script: SimpleNamespace) -> None:
+    draws = [torch.randn(1000, 8) for _ in range(4)]
+    assert abs(script.probe(draws[:2], draws[2:]) - 0.5) < 0.08
+    moved = [draws[1] + 3 * torch.eye(8)[0], draws[3] + 3 * torch.eye(8)[0]]
+    assert script.probe([draws[0], moved[0]], [draws[2], moved[1]]) > 0.9
