@@ -38,9 +38,10 @@ def test_quick_run_prints_every_way_and_saves_the_picture(
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
     assert [row[1] for row in rows] == WAYS * 2
     assert [row[0] for row in rows if row[0]] == ["small CNN", "resnet10t"]
-    for target, by_seed, source, probe in (map(float, row[2:]) for row in rows):
-        assert target == by_seed
+    for target, source, probe in ((float(row[2]), float(row[4]), float(row[5])) for row in rows):
         assert all(0 <= value <= 100 for value in (target, source, probe))
+    gains = [float(dann[2]) - float(row[2]) for *others, dann in (rows[:4], rows[4:]) for row in others]
+    assert [float(row[3]) for row in rows if row[1] != "DANN"] == pytest.approx(gains, abs=0.01)
     assert len(re.findall(r"^(?:small CNN|resnet10t): DANN over .*: [+-]\d+\.\d points$", printed, re.MULTILINE)) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert 20_000 < picture.stat().st_size < 150_000  # an empty figure of that size has 5,000
