@@ -40,6 +40,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
+import _dann_picture
 import _digits
 import gradsurgery as gs
 
@@ -271,45 +272,20 @@ def table(scores: Scores, title: str) -> Table:
     return shown
 
 
-def draw(path: Path, scores: Scores, kept: dict[str, nn.Module], source: Domain, target: Domain) -> None:
-    """Save the picture: the two domains, the target accuracy seed by seed, the CNN's features in two of the ways."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from sklearn.manifold import TSNE
-
-    figure = plt.figure(figsize=(12, 4.2), layout="constrained")
-    axes = figure.subplot_mosaic([["digits", *kept], ["dots", *kept]], height_ratios=[1, 3], width_ratios=[1.3, 1, 1])
-    strips = [[x[y == digit][0, 0] for digit in range(10)] for x, y in (source.train, target.train)]
-    axes["digits"].imshow(torch.cat([torch.cat(strip, 1) for strip in strips]).numpy(), cmap="gray_r")
-    axes["digits"].set_xticks([])
-    axes["digits"].set_yticks([SIZE / 2, SIZE * 1.5], ["MNIST", "UCI"])
-
-    dots = axes["dots"]
-    for row, (network, ways) in enumerate(scores.items()):
-        values = np.array([[100 * run.target for run in runs] for runs in ways.values()])
-        places = np.arange(len(ways)) + 0.24 * row - 0.12
-        lines = dots.plot(places, values, marker="os"[row], color=f"C{row}", alpha=0.5, linewidth=0.8)
-        lines[0].set_label(network)
-        dots.hlines(values.mean(1), places - 0.1, places + 0.1, color="black", zorder=3)
-    dots.set_xticks(range(len(WAYS)), [way.replace(" ", "\n", 1) for way in WAYS], fontsize=8)
-    dots.set_ylabel("target accuracy, %\n(a line for each seed, bars: means)", fontsize=8)
-    dots.legend(fontsize=8, loc="upper left")
-    dots.grid(axis="y", alpha=0.3)
-
-    count = min(200, len(target.test.x))
-    for way, model in kept.items():
-        both = [features_and_logits(model, "features", domain.test.x[:count])[0] for domain in (source, target)]
-        points = TSNE(init="pca", random_state=0, perplexity=20).fit_transform(torch.cat(both).numpy())
-        for half, domain, marker in zip(np.split(points, 2), (source, target), "o+", strict=True):
-            axes[way].scatter(
-                *half.T, c=domain.test.y[:count].numpy(), cmap="tab10", marker=marker, s=16, linewidths=0.9
-            )
-        axes[way].set_title(f"{way}: features of MNIST (o) and UCI (+),\ncoloured by digit", fontsize=9)
-        axes[way].set_axis_off()
-    figure.savefig(path, dpi=90)
-    plt.close(figure)
+def picture(path: Path, scores: Scores, kept: dict[str, nn.Module], source: Domain, target: Domain) -> None:
+    """Save the picture; the features are those of the networks that were kept."""
+    digits = {
+        name: torch.stack([x[y == digit][0, 0] for digit in range(10)])
+        for name, (x, y) in (("MNIST", source.train), ("UCI", target.train))
+    }
+    accuracies = {
+        name: {way: [run.target for run in runs] for way, runs in ways.items()} for name, ways in scores.items()
+    }
+    shown = [Images(domain.test.x[:200], domain.test.y[:200]) for domain in (source, target)]
+    features = {
+        way: [features_and_logits(model, "features", images.x)[0] for images in shown] for way, model in kept.items()
+    }
+    _dann_picture.draw(path, digits, accuracies, features, [images.y for images in shown])
 
 
 def main() -> None:
@@ -346,7 +322,7 @@ def main() -> None:
         others = [[run.target for run in runs] for label, runs in ways.items() if label != "DANN"]
         gains = [100 * (run.target - max(rest)) for run, *rest in zip(ways["DANN"], *others, strict=True)]
         print(f"{name}: DANN over the best other way, by seed: {' '.join(f'{gain:+.1f}' for gain in gains)} points")
-    draw(options.picture, scores, kept, source, target)
+    picture(options.picture, scores, kept, source, target)
     print(f"picture: {options.picture}")
 
 
