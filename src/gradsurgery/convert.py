@@ -169,7 +169,7 @@ def torchscript(
             reference = Reference(root, arguments, not for_inference, progress)
             checks, notes = reference.hold(loaded, SCRIPT_RUNS), _idle(reference)
             loaded = _loaded_script(buffer)  # the runs may have changed it
-    if how != "scripted":
+    if how.startswith("traced"):
         notes.append("a trace has the branches, shapes and mode of the example, and ignores train() and eval()")
     if decisions:
         notes.append(f"{decisions} values of the example became constants of the trace")
@@ -186,6 +186,7 @@ def exported(
     **options: Any,
 ) -> Conversion:
     """:func:`to_exported`, with the report instead of the print."""
+    refuse_compiled(bare(model), "an export", "torch.export takes no TorchScript; to_torchscript writes it.")
     root, arguments = _checked(model, path, force, for_inference), _needed(example, "torch.export")
     if path is not None and Path(path).suffix != ".pt2":
         raise SurgeryError(f"path={os.fspath(path)!r} was asked for. torch.export loads a file that ends in '.pt2'.")
@@ -228,7 +229,8 @@ def onnx(
 def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference: bool) -> nn.Module:
     """The bare model to convert: itself, or for inference a twin without what acts on the gradient alone."""
     root = bare(model)
-    refuse_compiled(root, "a conversion", "It is TorchScript already: model.save(path) writes it, operators included.")
+    if for_inference:
+        refuse_compiled(root, "a conversion for inference", "Leave its operators out: gs.remove(model), model.eval().")
     refuse_lost(root)
     if path is not None:
         refuse_existing(path, force)
@@ -279,6 +281,8 @@ def _written(conversion: Conversion, path: PathLike | None, force: bool) -> Conv
 
 
 def _scripted_or_traced(root: nn.Module, arguments: Arguments | None) -> tuple[str, torch.jit.ScriptModule]:
+    if isinstance(root, torch.jit.ScriptModule):
+        return "a script already", root
     try:
         return "scripted", torch.jit.script(root)
     except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
