@@ -310,6 +310,7 @@ def test_a_recipe_is_applied_first() -> None:
         (("factories:net", "--input", "2x3xax8"), "is no shape"),
         (("factories:net", "--input", "2x3x8x8:float99"), "is no shape"),
         (("factories:net", "--input", ""), "is no shape"),
+        (("factories:net", "--input", "999999999x999999999"), "cannot be made"),
         (("factories:net", "--input", "2x5x8x8"), "Give inputs that the model takes"),
         (("resnet18", "--grl", "layer33"), "has no module 'layer33'"),
         (("factories:net", "--grl", "stem=-1"), "negative"),

@@ -1,6 +1,7 @@
 """Conversion: what is written computes and trains as the model does, what would not is not written."""
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
@@ -328,6 +329,18 @@ def test_where_something_is_already_nothing_is_written(convert: Callable[..., An
         convert(operated(), path=tmp_path / "folder.pt2", example=X, force=True)
     with pytest.raises(gs.SurgeryError, match="there is no directory"):
         convert(operated(), path=tmp_path / "none" / "net.pt2", example=X)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with a name, nor links for everyone")
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(gs.SurgeryError, match="is no ordinary file"):
+        gs.to_torchscript(operated(), tmp_path / "pipe.pt", X, force=True)
+    (tmp_path / "real.pt").write_text("mine")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
+    gs.to_torchscript(operated(), tmp_path / "link.pt", X, force=True)
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "real.pt").read_bytes().startswith(b"PK")
 
 
 def test_export_needs_its_ending(tmp_path: Path) -> None:

@@ -255,8 +255,9 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
 def refuse_existing(path: PathLike, force: bool) -> None:
     """Refuse to write where there is something already, or where nothing can be."""
     asked = Path(path)
-    if asked.is_dir():
-        raise SurgeryError(f"{str(asked)!r} was to be written, and is a directory. Give the name of a file.")
+    if asked.exists() and not asked.is_file():
+        what = "a directory" if asked.is_dir() else "no ordinary file"
+        raise SurgeryError(f"{str(asked)!r} was to be written, and is {what}. Give the name of a file.")
     if not asked.parent.is_dir():
         raise SurgeryError(f"{str(asked)!r} was to be written, and there is no directory {str(asked.parent)!r}.")
     if asked.exists() and not force:
@@ -269,10 +270,11 @@ def refuse_existing(path: PathLike, force: bool) -> None:
 def _written(conversion: Conversion, path: PathLike | None, force: bool) -> Conversion:
     if path is not None:
         refuse_existing(path, force)  # it took a while
-        part = Path(f"{os.fspath(path)}.part")
+        target = Path(path).resolve()  # what a link leads to, and not the link
+        part = target.with_name(f"{target.name}.part")
         try:
             part.write_bytes(conversion.content)
-            part.replace(path)
+            part.replace(target)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise SurgeryError(f"{os.fspath(path)!r} could not be written: {error}.") from error
