@@ -6,7 +6,7 @@ A name that is missing in another version of torch gets the safe answer, which e
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
+    "is_held_once",
     "is_in_reverse",
     "is_observed",
     "is_overlay",
@@ -121,12 +122,23 @@ def is_recorded_transform() -> bool:
 def _is_proxied() -> bool:
     """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
     try:
-        if torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0:
+        # The key, since counting the modes that it stands for takes longer than all the rest of an operator's checks.
+        key = torch._C.DispatchKey.PreDispatch
+        if torch._C._len_torch_dispatch_stack() == 0 and not torch._C._dispatch_tls_is_dispatch_key_included(key):
             return False
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
     except (AttributeError, ImportError):
         return True
     return get_proxy_mode() is not None
+
+
+def is_held_once(x: Tensor) -> bool:
+    """Whether nothing but its Python object holds this tensor: no view has it for a base, no graph has saved it.
+
+    The safe answer is no.
+    """
+    count: Callable[[], int] | None = getattr(x, "_use_count", None)
+    return count is not None and count() == 1
 
 
 def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -191,11 +203,17 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_w
 
 def wrapped_attribute(module: object) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps, or None for a module that is no wrapper."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    cls: Any = type(module)
+    return _wrapping_attribute(cls)
+
+
+@lru_cache(maxsize=1024)  # asked for every module of a model
+def _wrapping_attribute(cls: type[Any]) -> str | None:
+    if issubclass(cls, nn.parallel.DistributedDataParallel):
         return "module"
     # By name, since importing the compiler costs a second and nothing is compiled where it was never imported.
-    for cls in type(module).__mro__:
-        if (attribute := _WRAPPERS.get(cls.__name__)) is not None and cls.__module__.startswith("torch."):
+    for base in cls.__mro__:
+        if (attribute := _WRAPPERS.get(base.__name__)) is not None and base.__module__.startswith("torch."):
             return attribute
     return None
 
