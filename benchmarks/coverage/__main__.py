@@ -86,7 +86,7 @@ def main() -> int:
         work()
         return 0
     if options.commit:
-        every = [subject.key for subject in subjects()]
+        every = {subject.key: subject.group for subject in subjects()}
         COMMITTED.write_text(committed(lines_in(options.out), options.numeric, every))
     if options.page:
         PAGE.write_text(page(COMMITTED))
