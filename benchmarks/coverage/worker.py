@@ -1,5 +1,6 @@
 """A process that measures one model after another, and the parent that bounds its time and its memory."""
 
+import gc
 import json
 import os
 import select
@@ -32,6 +33,7 @@ def work() -> None:
         except Exception as error:  # the harness itself failed, which is nobody's pass
             line = {"key": request["key"], "not run": f"harness: {type(error).__name__}: {error}"}
         done |= shown(line)
+        gc.collect()  # a model and what watched it hold each other
         print(json.dumps(line), file=answers, flush=True)
 
 
