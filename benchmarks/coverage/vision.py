@@ -1,5 +1,6 @@
 """The vision libraries: every architecture of timm and torchvision, every encoder of segmentation_models_pytorch."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,7 +112,8 @@ def _plain_trials(name: str) -> Iterator[Trial]:
     elif name.startswith(("mvit", "swin3d", "r3d", "mc3", "r2plus1d", "s3d")):
         for frames, side in ((16, 64), (16, 112), (16, 224)):
             inputs = _images(3, frames, side, side)
-            yield Trial(f"{frames} frames of {side}", build, inputs, inputs)
+            sized = {"spatial_size": (side, side)} if name.startswith("mvit") else {}
+            yield Trial(f"{frames} frames of {side}", functools.partial(build, **sized), inputs, inputs)
     elif name.startswith(("vit_", "maxvit")):
         side = 56 if name == "vit_h_14" else 64
         if name.startswith("vit_"):
@@ -153,7 +155,7 @@ def smp_subjects() -> list[Subject]:
     """Every encoder under a Unet, and every decoder over a resnet18."""
 
     def trials(decoder: str, encoder: str) -> Iterator[Trial]:
-        for side in (64, 128, 256):
+        for side in (64, 128, 224, 256):
             yield _trial(lambda: getattr(smp, decoder)(encoder, encoder_weights=None), 3, side)
 
     subjects = [
