@@ -1,6 +1,5 @@
 """The vision libraries: every architecture of timm and torchvision, every encoder of segmentation_models_pytorch."""
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,8 +111,7 @@ def _plain_trials(name: str) -> Iterator[Trial]:
     elif name.startswith(("mvit", "swin3d", "r3d", "mc3", "r2plus1d", "s3d")):
         for frames, side in ((16, 64), (16, 112), (16, 224)):
             inputs = _images(3, frames, side, side)
-            sized = {"spatial_size": (side, side)} if name.startswith("mvit") else {}
-            yield Trial(f"{frames} frames of {side}", functools.partial(build, **sized), inputs, inputs)
+            yield Trial(f"{frames} frames of {side}", build, inputs, inputs)
     elif name.startswith(("vit_", "maxvit")):
         side = 56 if name == "vit_h_14" else 64
         if name.startswith("vit_"):
