@@ -7,12 +7,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
 
 import _digits
 import _minimax_toy
+import debias_colour
 import gradsurgery as gs
+import minimax_entropy
+import quantize_ste
 import source_documents
 
 
@@ -85,3 +89,78 @@ def test_minimax_toy_settles_behind_a_reversal_and_blows_up_on_a_negated_loss() 
 def test_source_documents_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     run(source_documents, monkeypatch, tmp_path / "picture.png")
     assert "All 33 exact" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", [debias_colour, minimax_entropy, quantize_ste], ids=lambda script: script.__name__)
+def test_training_script_runs(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(script, monkeypatch, tmp_path / "picture.png")
+    assert "±" in capsys.readouterr().out
+
+
+def test_colour_goes_with_the_digit_only_where_it_should() -> None:
+    digits, _ = _digits.take(_digits.mnist(), 30, seed=0)
+    assert torch.equal(debias_colour.paint(digits, 1, seed=0).colours, digits.labels)
+    random = debias_colour.paint(digits, 0, seed=0)
+    assert (random.colours == digits.labels).float().mean() < 0.2
+    palette = debias_colour.palette()
+    assert torch.allclose(palette.sum(1), torch.tensor(1.5)) and palette.min() >= 0 and palette.max() <= 1
+    ink = digits.images.flatten(1).argmax(1)
+    seen = random.images.flatten(2)[torch.arange(300), :, ink]
+    named = torch.nn.functional.normalize(seen - seen.mean(1, keepdim=True)) @ (palette - 0.5).T
+    assert (named.argmax(1) == random.colours).float().mean() > 0.9  # the colour can be seen
+
+
+@pytest.mark.parametrize(("way", "sign"), [("head", 1), ("reversal", -1)])
+def test_colour_head_pushes_the_layer_the_way_that_is_said(way: str, sign: int) -> None:
+    digits, _ = _digits.take(_digits.mnist(), 5, seed=0)
+    data = debias_colour.paint(digits, 0.95, seed=0)
+    model = debias_colour.train(way, data, seed=0, epochs=1, lambd=1.0).train()
+    weight, ways = model.conv1[0].weight, [gs.operations(model), ()]
+    loss = nn.functional.cross_entropy(model(data.images)[1]["colour"], data.colours)
+    (with_head,) = torch.autograd.grad(loss, weight)
+    if way == "reversal":
+        ways[0][0].operator.lambd = 1.0
+        with_head = torch.autograd.grad(
+            nn.functional.cross_entropy(model(data.images)[1]["colour"], data.colours), weight
+        )[0]
+    plain = nn.functional.cross_entropy(model.colour(model.conv1(data.images)), data.colours)
+    assert torch.equal(with_head, sign * torch.autograd.grad(plain, weight)[0])
+
+
+def test_splits_do_not_overlap() -> None:
+    data = minimax_entropy.splits(0, shots=3)
+    target = torch.cat([part.images for part in data[1:]]).flatten(1)
+    assert len(target.unique(dim=0)) >= len(_digits.uci().images.flatten(1).unique(dim=0)) - (1797 - len(target))
+    assert [len(part.labels) for part in data] == [1500, 30, 600, 200, 600]
+
+
+def test_entropy_falls_where_it_is_minimised() -> None:
+    data = minimax_entropy.splits(0, shots=3)
+    of = {
+        way: minimax_entropy.measure(way, minimax_entropy.train(way, data, 0, steps=40, weight=1.0), data.unlabelled)
+        for way in minimax_entropy.WAYS
+    }
+    assert of["minimum"].entropy < of["labels"].entropy < of["minimax"].entropy
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_levels_are_as_many_as_asked(count: int) -> None:
+    values = quantize_ste.Levels(count, 4.0)(torch.linspace(-2, 9, 500)).unique()
+    assert torch.equal(values, torch.arange(count) * (4.0 / (count - 1)))
+
+
+@pytest.mark.parametrize(("backward", "trains"), [("none", False), ("straight_through", True)])
+def test_layers_below_a_rounding_train_only_straight_through(backward: str, trains: bool) -> None:
+    digits, _ = _digits.take(_digits.mnist(), 10, seed=0)
+    model = timm.create_model("test_resnet", in_chans=1, num_classes=10)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gs.insert_transform(model, "layer2", quantize_ste.Levels(3, 2.0), backward=backward)
+    quantize_ste.train(model, digits, epochs=1, lr=1e-3, seed=0)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert ("conv1.weight" in moved) is trains and "fc.weight" in moved
+    values = []
+    model.layer3.register_forward_pre_hook(lambda _module, args: values.append(args[0].unique()))
+    model(digits.images[:5])
+    assert set(values[0].tolist()) <= {0.0, 1.0, 2.0}
