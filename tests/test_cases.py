@@ -75,11 +75,17 @@ def test_b02_an_old_style_function_stays_loud_and_is_not_needed() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.reverse(self.first(x)))
 
-    for model in (Model(lambda x: Legacy()(x)), gs.insert_grl(Model(lambda x: Legacy()(x)), "first")):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a Function should not be instantiated
+    operated = gs.insert_grl(Model(lambda x: Legacy()(x)), "first")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a Function should not be instantiated
+        for model in (Model(lambda x: Legacy()(x)), operated):
             with pytest.raises(RuntimeError, match="Legacy autograd function"):
                 model(ONE)
+        # What measures or tries the model names the class, which torch does not.
+        with pytest.raises(gs.CaptureError, match=r"test_cases\.Legacy, .*reverse_gradient"):
+            gs.audit(operated, ONE)
+        with pytest.raises(gs.CaptureError, match=r"test_cases\.Legacy, .*reverse_gradient"):
+            gs.insert_grl(Model(Legacy()), ":last", example=ONE)
     assert gradients(Model(lambda x: gs.reverse_gradient(x, 0.5))) == [-1.5, 2.0]
     assert gradients(gs.insert_grl(Model(lambda x: x), "first", lambd=0.5)) == [-1.5, 2.0]
 

@@ -23,6 +23,7 @@ def test_b26_a_stop_on_a_skip_path_starves_its_only_layer() -> None:
     model = gs.insert_stop_gradient(Skip(), "skip")
     assert gradients(model) == [1.0, None]
     assert [operation.address for operation in gs.operations(model)] == ["skip"]
+    assert gs.audit(model, ONE).blocked == ["skip.weight"]
 
 
 def test_b27_a_frozen_head_still_sends_its_loss_to_the_trunk() -> None:

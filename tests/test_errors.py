@@ -61,6 +61,49 @@ def lost() -> object:
     return gs.verify(nn.SyncBatchNorm.convert_sync_batchnorm(net), torch.ones(2, 2))
 
 
+class CallsBack(nn.Module):
+    @torch.jit.ignore
+    def python(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.python(x)
+
+
+class Reads(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+def compiled(
+    network: nn.Module | None, operate: Callable[[Any], object], trace: bool = False, freeze: bool = False
+) -> Callable[[], object]:
+    """Operate on a network as TorchScript."""
+
+    def cause() -> object:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that TorchScript is deprecated, and that an LSTM looks at sizes
+            network_ = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if network is None else network
+            made = torch.jit.trace(network_, torch.ones(1, 2, 2)) if trace else torch.jit.script(network_)
+            return operate(torch.jit.freeze(made.eval()) if freeze else made)
+
+    return cause
+
+
+class Long(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (hidden, _) = self.lstm(x)
+        return out + hidden
+
+
 def model() -> nn.Sequential:
     return nn.Sequential(Block(), nn.MultiheadAttention(2, 1), nn.ReLU())
 
@@ -116,6 +159,38 @@ def without_matplotlib() -> None:
         audit.plot()  # type: ignore[attr-defined]
 
 
+def recipe(**change: Any) -> Callable[[], object]:
+    step = {"at": "0", "operator": "MapGradient", "fn": "os:abort"}
+    return lambda: gs.apply(model(), {"format": 1, "operations": [step], **change})
+
+
+class Scaled(nn.Module):
+    """What TorchScript makes of it is another number, or no gradient."""
+
+    def __init__(self, scripted: float, stop: bool = False) -> None:
+        super().__init__()
+        self.linear, self.scripted, self.stop = nn.Linear(2, 2), scripted, stop
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if torch.jit.is_scripting():
+            if self.stop:
+                x = x.detach()
+            return x * self.scripted
+        return x
+
+
+class Unscriptable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(torch, "is_" + "tensor")(x) and torch.jit.is_tracing():
+            raise ValueError("not to be traced")
+        return x
+
+
+def script(model: nn.Module, example: Any = None) -> Callable[[], object]:
+    return lambda: gs.to_torchscript(model, example=example)
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "the model has no module": grl("3"),
     "no module that runs": grl("x.*"),
@@ -131,12 +206,24 @@ CAUSES: dict[str, Callable[[], object]] = {
     "are still to be made by a first forward": lambda: gs.audit(
         gs.insert_grl(nn.Sequential(nn.LazyLinear(2)), "0"), torch.ones(1, 3)
     ),
+    "is no function that a module holds": measured(gs.MapGradient(lambda g: g), lambda net, *_, loss: gs.recipe(net)),
+    "which is no data": measured(Backward(), lambda net, *_, loss: gs.recipe(net)),
+    "Nothing is imported because a recipe says so": recipe(),
+    "the recipe has format": recipe(format=2),
+    "which means nothing here": recipe(heads=[]),
+    "and a head has weights": lambda: gs.recipe(gs.attach_head(model(), "2", nn.Linear(2, 2))),
     "loss was asked for a scalar": measured(gs.StopGradient(), loss=lambda y: y),
     "no loss was given": lambda: gs.audit(gs.insert_grl(Indexed(), "linear"), torch.ones(1, 2)),
     "the loss depends on no parameter": measured(gs.StopGradient(), loss=lambda y: y.detach().sum()),
     "did not run in this forward": idle,
     "was to keep its promise": measured(Never()),
     "to leave the forward as promised": measured(Louder()),
+    "to give the outputs of the original": script(Scaled(2.0), torch.ones(1, 2)),
+    "to have the gradients of the original": script(Scaled(1.0, stop=True), torch.ones(1, 2)),
+    "exists already": lambda: gs.to_torchscript(model(), __file__),
+    "cannot compile this model": script(Unscriptable()),
+    "can neither be compiled": script(Unscriptable(), torch.ones(1)),
+    "refuses this model": lambda: gs.to_exported(Unscriptable(), (torch.ones(1), 1, 2)),
     "has a method called backward": measured(Backward()),
     "is not installed": without_matplotlib,
     "There is a negative number": grl("0", -1.0),
@@ -146,7 +233,19 @@ CAUSES: dict[str, Callable[[], object]] = {
     "Give an fn that keeps the shape": lambda: gs.straight_through(torch.ones(2), lambda x: x[:1]),
     "TorchScript cannot compile": scripted,
     "pushes tangents forward": lambda: torch.export.export(gs.MapGradient(torch.neg), (torch.ones(2),)),
+    "A recorded graph asks for map_gradient": lambda: torch.ops.gradsurgery.map_gradient(
+        torch.ones(2), "elsewhere:clip"
+    ),
     "was inserted and is lost": lost,
+    "no compiled method calls it": compiled(Reads(), lambda m: gs.insert_grl(m, "inner")),
+    "has no name. Name a module": compiled(None, lambda m: gs.insert_grl(m, "0:add")),
+    "Several values": compiled(Long(), lambda m: gs.insert_grl(m, "lstm"), trace=True),
+    "TorchScript cannot compile it": compiled(None, lambda m: gs.insert(m, "0", nn.DataParallel(nn.Linear(2, 2)))),
+    "the ScriptModule is frozen": compiled(None, lambda m: gs.insert_grl(m, "0"), freeze=True),
+    "is the child": compiled(
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2))), lambda m: gs.insert_grl(getattr(m, "0"), "0")
+    ),
+    "cannot be saved": compiled(CallsBack(), lambda m: gs.insert_grl(m, "")),
     "is wrapped in nn.DataParallel": grl("0", on=nn.DataParallel(model())),
     "Give an nn.Module": grl("0", on={"a": 1}),
 }

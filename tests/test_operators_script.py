@@ -178,3 +178,22 @@ def test_onnx_has_no_node_for_an_operator(make, dynamo, tmp_path):
             torch.onnx.export(net(layer).eval(), (torch.ones(1, 1),), path, dynamo=dynamo, verbose=False)
         counts.append([node.op_type for node in onnx.load(path).graph.node if node.op_type != "Constant"])
     assert counts[0] == counts[1]
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of BatchNorm, which looks at sizes
+@pytest.mark.parametrize("learns", [True, False])
+def test_statistics_of_a_frozen_transform_stay_under_trace_and_are_refused_in_script(learns):
+    norm = nn.BatchNorm1d(2).requires_grad_(learns)
+    model, x = nn.Sequential(nn.Linear(2, 2), FrozenTransform(norm)), torch.randn(8, 2)
+    right = model(x)
+    traced = torch.jit.trace(model, x)
+    for _ in range(3):
+        assert torch.equal(traced(x), right)
+    before = [torch.zeros(2), torch.ones(2), torch.tensor(0)]
+    for held in (norm, traced):
+        assert all(torch.equal(a, b) for a, b in zip(held.buffers(), before, strict=True))
+    if not learns:
+        with pytest.raises(OperatorError, match=r"fn\.eval\(\) before scripting"):
+            torch.jit.script(model)
+        model.eval()
+        assert torch.equal(torch.jit.script(model)(x), model(x))

@@ -9,6 +9,7 @@ Everything else about the model stays as it was: class, methods, hooks, paramete
 """
 
 from .audit import audit
+from .convert import to_exported, to_onnx, to_torchscript
 from .errors import AddressError, CaptureError, OperatorError, SurgeryError, VerificationError
 from .heads import DomainHead, attach_head
 from .operators import (
@@ -27,6 +28,7 @@ from .operators import (
     stop_gradient,
     straight_through,
 )
+from .recipe import apply, recipe
 from .report import Audit
 from .review import disabled, graph, operations, remove, sites
 from .schedule import GRLScheduler
@@ -55,6 +57,7 @@ __all__ = [
     "SurgeryError",
     "VerificationError",
     "__version__",
+    "apply",
     "attach_head",
     "audit",
     "detached_transform",
@@ -68,11 +71,15 @@ __all__ = [
     "insert_transform",
     "map_gradient",
     "operations",
+    "recipe",
     "remove",
     "reverse_gradient",
     "scale_gradient",
     "sites",
     "stop_gradient",
     "straight_through",
+    "to_exported",
+    "to_onnx",
+    "to_torchscript",
     "verify",
 ]

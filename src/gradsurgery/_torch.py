@@ -22,6 +22,7 @@ __all__ = [
     "is_in_reverse",
     "is_observed",
     "is_overlay",
+    "is_recorded_transform",
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
@@ -69,6 +70,16 @@ def is_in_reverse() -> bool:
         return all(level.key() in (_functorch.TransformType.Grad, _functorch.TransformType.Vmap) for level in stack)
     except (AttributeError, ImportError):
         return False
+
+
+def is_recorded_transform() -> bool:
+    """Whether ``make_fx`` records a transform or forward AD op by op, as ``torch.func.linearize`` has it do.
+
+    The safe answer is no.
+    """
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    return is_transformed() and _is_proxied()
 
 
 def _is_proxied() -> bool:

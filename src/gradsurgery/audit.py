@@ -15,7 +15,7 @@ from .progress import Progress
 from .report import Audit, Check, Inserted
 from .stand_in import Counter, Held, factor_set, held_places, replaced, runs_kept, switched_off
 from .tables import one_line
-from .wrappers import walk
+from .wrappers import bare, refuse_compiled, walk
 
 __all__ = ["Measured", "audit", "measure"]
 
@@ -126,7 +126,13 @@ def measure(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None, progress: Progress
 ) -> Measured:
     """Run a model without its operators, as often as it takes to know how it rounds, and with them."""
-    bench = Bench(model, args, kwargs, loss)
+    root = bare(model)
+    refuse_compiled(
+        root,
+        "what reaches each parameter",
+        "Compare a step inside of gs.disabled(model) with one outside, or measure the nn.Module, then convert it.",
+    )
+    bench = Bench(root, args, kwargs, loss)
     places = held_places(bench.root)
     if not places:
         raise AddressError(

@@ -9,6 +9,7 @@ from .capture.preserve import preserved
 from .capture.record import Op, record_ops
 from .errors import CaptureError, SurgeryError
 from .graft import without
+from .legacy import cure_of
 from .operators.values import map_tensors
 from .resolve import Ops, ops_of_source
 
@@ -57,7 +58,7 @@ def run_on(root: nn.Module, arguments: Arguments) -> None:
         except Exception as error:
             raise CaptureError(
                 f"during the run on the example the model raised {type(error).__name__}: {error}. "
-                "Give an example that the model takes as it is now (shape, dtype, device)."
+                + cure_of(error, "Give an example that the model takes as it is now (shape, dtype, device).")
             ) from error
 
 

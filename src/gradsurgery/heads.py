@@ -12,7 +12,7 @@ from .example import Example, ops_on, read_example, run_on
 from .resolve import At, resolve
 from .surgery import check_operator, expect_places
 from .tap import HeadPlace, Tap, TapPlace
-from .wrappers import bare, owns_parameters
+from .wrappers import bare, owns_parameters, refuse_compiled
 
 __all__ = ["DomainHead", "attach_head"]
 
@@ -62,6 +62,11 @@ def attach_head(
         SurgeryError: where the name is taken, or a wrapper would not train the head.
     """
     root, arguments = bare(model), read_example(example)
+    refuse_compiled(
+        root,
+        "a head",
+        "Attach it to the nn.Module that was scripted or traced, then convert that; or to one around it.",
+    )
     _check_head(model, root, head, name)
     if operator is not None:
         check_operator(operator, model)

@@ -15,6 +15,7 @@ from .graft import graft_of, user_class
 from .graph_module import Stacks, name_in, node_places
 from .ledger import lost_places
 from .place import Place, Target
+from .scripted.place import CompiledPlace, places_in
 from .tables import Operation, Site
 from .tree import Tree
 from .wrappers import walk
@@ -22,12 +23,16 @@ from .wrappers import walk
 __all__ = ["graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
 
 
-def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place]]:
+def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place | CompiledPlace]]:
     """Every place that is operated on, under every name of its module, as (path that was named, module, place)."""
     for path, module in walk(root):
         if isinstance(module, torch.fx.GraphModule):
             for held in node_places(module):
                 yield ".".join(filter(None, (path, held.place.inner))), module, held.place
+        if isinstance(module, torch.jit.ScriptModule):
+            for compiled in places_in(module):
+                names = [name for name in (*path.split("."), *compiled.path.split(".")) if name]
+                yield ".".join(names[: len(names) - compiled.hops]), module, compiled
         graft = graft_of(module)
         for place in graft.places if graft is not None else ():
             names = path.split(".") if path else []

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ._torch import quiet_accumulation, without_wrappers
 from .capture.preserve import preserved
 from .errors import CaptureError, OperatorError, SurgeryError
+from .legacy import cure_of
 from .operators.formula import private_copy
 from .operators.values import map_tensors
-from .wrappers import bare, walk
+from .wrappers import walk
 
 __all__ = ["Bench", "Gradients", "Loss", "Step", "strided"]
 
@@ -44,14 +45,14 @@ class Bench:
     Random streams, buffers, attributes and every ``.grad`` are as before after each step, also where it raises.
 
     Args:
-        model: also in a wrapper, whose inside is what is measured.
+        root: the bare model.
         args: the positional arguments of the forward.
         kwargs: the keyword arguments.
         loss: of the output; None is :func:`projection`.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
-        self.root = bare(model)
+    def __init__(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None) -> None:
+        self.root = root
         self._arguments = (args, kwargs)
         self._loss = loss
         self.parameters = {without_wrappers(name): p for name, p in self.root.named_parameters()}
@@ -85,6 +86,13 @@ class Bench:
         self.steps += 1
         return Step(outputs, float(loss.detach()), gradients)
 
+    def outputs(self) -> list[Tensor] | None:
+        """Every tensor of the output of one forward without gradients, or None where it cannot be looked into."""
+        with preserved(self.root), _uncompiled(), torch.no_grad():
+            args, kwargs = _fresh(self._arguments)
+            tensors = _tensors(self._forward(args, kwargs))
+            return None if tensors is None else [tensor.clone() for tensor in tensors]
+
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self.root(*args, **kwargs)
@@ -93,7 +101,7 @@ class Bench:
         except Exception as error:
             raise CaptureError(
                 f"in the forward that was to be measured the model raised {type(error).__name__}: {error}. "
-                "Give inputs that the model takes as it is now (shape, dtype, device)."
+                + cure_of(error, "Give inputs that the model takes as it is now (shape, dtype, device).")
             ) from error
 
     def _backward(self, loss: Tensor, share: float) -> None:

@@ -12,22 +12,25 @@ from . import address as grammar
 from . import listing
 from .address import Where
 from .edit import withdraw
-from .errors import AddressError
+from .errors import AddressError, SurgeryError
 from .example import Example, read_example
 from .graft import without
 from .graph_module import NodePlace
 from .ledger import forget, lost_places
 from .place import Place
 from .resolve import At, resolve
+from .scripted.names import resolve_compiled
+from .scripted.place import CompiledPlace
+from .scripted.surgery import remove_compiled, sites_compiled, switched_off_compiled
 from .surgery import expect_places
 from .tables import Operation, Site, Table
 from .tap import HeadPlace, TapPlace
-from .wrappers import bare
+from .wrappers import bare, refuse_compiled
 
 __all__ = ["disabled", "graph", "operations", "remove", "sites"]
 
 M = TypeVar("M", bound=nn.Module)
-Row = tuple[str, nn.Module, Place]
+Row = tuple[str, nn.Module, Place | CompiledPlace]
 
 
 def remove(model: M, at: At | None = None) -> M:
@@ -61,7 +64,8 @@ def remove(model: M, at: At | None = None) -> M:
     gone += [
         row for row in there if isinstance(row[2], HeadPlace | TapPlace) and row[2].tap in taps and row not in gone
     ]
-    withdraw([(module, place) for _, module, place in gone])
+    withdraw([(module, place) for _, module, place in gone if isinstance(place, Place)])
+    _withdraw_compiled([(module, place) for _, module, place in gone if isinstance(place, CompiledPlace)])
     forget(root, lost)
     return model
 
@@ -98,6 +102,12 @@ def sites(model: nn.Module, pattern: str = "**", example: Example = None) -> Tab
     """
     root = bare(model)
     asked = grammar.parse(pattern)
+    if isinstance(root, torch.jit.ScriptModule):
+        if example is not None:
+            refuse_compiled(
+                root, "a run on an example", "Which modules its code calls is known without one: leave it off."
+            )
+        return Table(Site, sites_compiled(root, asked))
     if isinstance(root, torch.fx.GraphModule):
         return Table(Site, listing.graph_sites(root, asked))
     rows = listing.op_sites if asked.where.kind == "op" else listing.module_sites
@@ -118,7 +128,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """
     modules = list(bare(model).modules())
     nodes = [module for module in modules if isinstance(module, NodePlace) and module.active]
-    with without(modules):
+    compiled = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
+    with without(modules), switched_off_compiled(compiled):
         try:
             for node in nodes:
                 node.active = False
@@ -141,16 +152,37 @@ def graph(model: nn.Module, at: At) -> torch.fx.Graph:
         AddressError: where ``at`` does not name exactly one place.
         CaptureError: where fx cannot trace the forward that owns an op.
     """
-    targets = resolve(bare(model), at)
+    root = bare(model)
+    refuse_compiled(root, "the graph of a place", "model.layer3.graph and model.layer3.code show what was compiled.")
+    targets = resolve(root, at)
     expect_places(targets, 1, at)
     return listing.graph_of(targets[0])
 
 
+def _withdraw_compiled(gone: list[tuple[nn.Module, CompiledPlace]]) -> None:
+    for root in {id(module): module for module, _ in gone}.values():
+        assert isinstance(root, torch.jit.ScriptModule)
+        remove_compiled(root, [place for module, place in gone if module is root])
+
+
 def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
+    if isinstance(root, torch.jit.ScriptModule):
+        return _at_compiled(root, there, at)
     named = {_key(target.key) for target in resolve(root, at)}
     with contextlib.suppress(AddressError):  # an op, which has no input side
         named |= {_key(target.key) for target in resolve(root, at, "input")}
-    return [row for row in there if _key((id(row[1]), row[2].inner, row[2].where)) in named]
+    return [
+        row for row in there if isinstance(row[2], Place) and _key((id(row[1]), row[2].inner, row[2].where)) in named
+    ]
+
+
+def _at_compiled(root: torch.jit.ScriptModule, there: list[Row], at: At) -> list[Row]:
+    named: set[tuple[str, Where]] = set()
+    with contextlib.suppress(SurgeryError):  # what works in place has no input side
+        named = {(target.inner, target.where) for target in resolve_compiled(root, at, "input")}
+    with contextlib.suppress(*[SurgeryError] * bool(named)):  # and what is no tuple no element of its output
+        named |= {(target.inner, target.where) for target in resolve_compiled(root, at)}
+    return [row for row in there if isinstance(row[2], CompiledPlace) and (row[2].path, row[2].where) in named]
 
 
 def _key(key: tuple[int, str, Where]) -> tuple[int, str, Where]:

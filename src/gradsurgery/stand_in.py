@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ._torch import in_backward
 from .compare import same
+from .errors import SurgeryError
 from .listing import places_of
 from .operators import (
     DetachedTransform,
@@ -25,6 +26,7 @@ from .operators.formula import is_differentiable, private_copy
 from .operators.values import map_tensors
 from .place import Place
 from .review import disabled
+from .scripted.place import CompiledPlace
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
 
@@ -62,6 +64,12 @@ def held_places(root: nn.Module) -> list[Held]:
         if isinstance(place, HeadPlace):
             if place.branch is not None:
                 found.setdefault(id(place), Held(place.tap.address, "head", module, place, place.branch))
+        elif isinstance(place, CompiledPlace):
+            raise SurgeryError(
+                f"what reaches each parameter was asked for, and the operator at {place.where.text(path)!r} is in a "
+                "part of the model that TorchScript has compiled, where no other can be put in its place. Compare a "
+                "step inside of gs.disabled(model) with one outside, or measure the nn.Module, then convert it."
+            )
         elif not isinstance(place, TapPlace):
             where = place.where
             found.setdefault(id(place), Held(where.text(path), where.kind, module, place, place.operator(module)))
@@ -91,7 +99,7 @@ def keeps_value(operator: nn.Module) -> bool:
 @contextlib.contextmanager
 def runs_kept(root: nn.Module) -> Iterator[None]:
     """Context manager after which every place has run as often as before, and no tap holds a value."""
-    runs = [(place, place.runs) for _, _, place in places_of(root)]
+    runs = [(place, place.runs) for _, _, place in places_of(root) if isinstance(place, Place)]
     try:
         yield
     finally:

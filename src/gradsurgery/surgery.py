@@ -1,8 +1,8 @@
 """The way through the house: address -> capture -> edit -> graft, in one function for every operator."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,13 +23,32 @@ from .operators import (
 )
 from .place import Place, Target
 from .resolve import At, resolve
+from .scripted.names import resolve_compiled
+from .scripted.surgery import insert_compiled
 from .twin import twin
 from .wrappers import bare, owns_parameters
 
-__all__ = ["insert", "insert_grl", "insert_scale_gradient", "insert_stop_gradient", "insert_transform"]
+__all__ = [
+    "Wanted",
+    "insert",
+    "insert_grl",
+    "insert_scale_gradient",
+    "insert_stop_gradient",
+    "insert_transform",
+    "operate",
+]
 
 M = TypeVar("M", bound=nn.Module)
 Side = Literal["output", "input"]
+
+
+class Wanted(NamedTuple):
+    """An operator that was asked for: ``make`` gives the one for the next place that ``at`` names."""
+
+    at: At
+    make: Callable[[], nn.Module]
+    side: Side = "output"
+    expect: int | None = None
 
 
 def insert(
@@ -71,7 +90,7 @@ def insert(
         OperatorError: where ``operator`` is not a module instance.
         SurgeryError: where the model cannot be operated on. The base of the three above.
     """
-    return _operate(model, at, lambda: operator, side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: operator, side, expect)], example, inplace)
 
 
 def insert_grl(
@@ -106,7 +125,7 @@ def insert_grl(
         SurgeryError: as in :func:`insert`.
     """
     GradientReversal(lambd)  # a wrong strength is the first thing to hear about
-    return _operate(model, at, lambda: GradientReversal(lambd), side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: GradientReversal(lambd), side, expect)], example, inplace)
 
 
 def insert_scale_gradient(
@@ -138,7 +157,7 @@ def insert_scale_gradient(
         SurgeryError: as in :func:`insert`.
     """
     ScaleGradient(scale)
-    return _operate(model, at, lambda: ScaleGradient(scale), side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: ScaleGradient(scale), side, expect)], example, inplace)
 
 
 def insert_stop_gradient(
@@ -165,7 +184,7 @@ def insert_stop_gradient(
     Raises:
         SurgeryError: as in :func:`insert`.
     """
-    return _operate(model, at, StopGradient, side, example, expect, inplace)
+    return operate(model, [Wanted(at, StopGradient, side, expect)], example, inplace)
 
 
 def insert_transform(
@@ -205,36 +224,42 @@ def insert_transform(
     if backward not in kinds:
         raise SurgeryError(f"backward={backward!r} was asked for. It is one of {', '.join(map(repr, kinds))}.")
     operator = kinds[backward](fn)
-    return _operate(model, at, lambda: operator, side, example, expect, inplace)
+    return operate(model, [Wanted(at, lambda: operator, side, expect)], example, inplace)
 
 
-def _operate(
-    model: M,
-    at: At,
-    make: Callable[[], nn.Module],
-    side: Side = "output",
-    example: Example = None,
-    expect: int | None = None,
-    inplace: bool = True,
-) -> M:
+def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace: bool = True) -> M:
+    """Insert every operator that is wanted, in that order; where one place cannot be had, none is operated on."""
     root, arguments = bare(model), read_example(example)
-    if side not in ("output", "input"):
-        raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
-    operator = make()
-    check_operator(operator, model)
-    targets = resolve(root, at, side, ops_on(root, arguments))
-    expect_places(targets, expect, at)
-    _refuse_fused(root, targets, operator)
+    compiled = root if isinstance(root, torch.jit.ScriptModule) else None
+    if compiled is not None and example is not None:
+        raise SurgeryError(
+            "example was given for a ScriptModule. Which modules its compiled code calls is known without a run, and a "
+            "place that is not called is refused: leave example off."
+        )
+    ops = ops_on(root, arguments)
+    found: list[tuple[Target, nn.Module]] = []
+    batches: list[list[tuple[Target, nn.Module]]] = []
+    for at, make, side, expect in wanted:
+        if side not in ("output", "input"):
+            raise SurgeryError(f"side={side!r} was asked for. It is 'output' or 'input'.")
+        operator = make()
+        check_operator(operator, model)
+        named = resolve(root, at, side, ops) if compiled is None else resolve_compiled(compiled, at, side)
+        expect_places(named, expect, at)
+        _refuse_fused(root, named, operator)
+        batches.append([(target, make() if k else operator) for k, target in enumerate(named)])
+        found += batches[-1]
     if not inplace:
-        if model is not root:
-            raise SurgeryError(
-                f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
-                "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
-            )
+        _refuse_wrapper(model, root)
+    if compiled is not None:
+        operated = insert_compiled(compiled, batches, inplace)
+        return model if inplace else operated  # type: ignore[return-value]
+    if not inplace:
         model, copies = twin(model)
-        targets = [dataclasses.replace(target, module=copies[id(target.module)]) for target in targets]
+        found = [(dataclasses.replace(target, module=copies[id(target.module)]), one) for target, one in found]
         root = model
-    done = commit([Insertion(target, operator if k == 0 else make()) for k, target in enumerate(targets)])
+    targets = [target for target, _ in found]
+    done = commit([Insertion(target, operator) for target, operator in found])
     if arguments is not None:
         try:
             _check_that_all_run(root, targets, done, arguments)
@@ -243,6 +268,14 @@ def _operate(
             raise
     record(root, [(target, place) for target, (_, place) in zip(targets, done, strict=True)])
     return model
+
+
+def _refuse_wrapper(model: nn.Module, root: nn.Module) -> None:
+    if model is not root:
+        raise SurgeryError(
+            f"inplace=False was asked for a model in a {type(model).__name__}, which wraps one model only. "
+            "Operate on the bare model with inplace=False and wrap the twin, or leave inplace=False off."
+        )
 
 
 def check_operator(operator: Any, model: nn.Module) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .place import Place
+from .scripted.place import CompiledPlace
 from .tap import Tap, TapPlace
 
 __all__ = ["Operation", "Site", "Table", "columns"]
@@ -24,7 +25,7 @@ class Operation:
             one.
         head: the name of that head, or None.
         operator: the module that does it.
-        runs: eager forwards through it since it was inserted; compiled code does not count.
+        runs: eager forwards through it since it was inserted; compiled code does not count. None in TorchScript.
         lost: the class of an operator that another tool has dropped, with the module that it was on, or None. Then
             ``operator`` is None; insert again, or :func:`gradsurgery.remove` the row.
     """
@@ -33,7 +34,9 @@ class Operation:
     # operation.lambd = 1 would do nothing in silence
     __slots__ = ("_module", "_place", "address", "head", "lost", "side")
 
-    def __init__(self, address: str, module: nn.Module | None, place: Place, lost: str | None = None) -> None:
+    def __init__(
+        self, address: str, module: nn.Module | None, place: Place | CompiledPlace, lost: str | None = None
+    ) -> None:
         self.address = address
         self.lost = lost
         self.side = "head" if isinstance(place, TapPlace) else place.where.kind
@@ -47,15 +50,15 @@ class Operation:
         return None if self._module is None else self._place.operator(self._module)
 
     @property
-    def runs(self) -> int:
-        """Eager forwards since the insertion."""
+    def runs(self) -> int | None:
+        """Eager forwards since the insertion; None in TorchScript, which does not count."""
         return self._place.runs
 
     def cells(self) -> tuple[str, ...]:
         """What the table shows."""
         if self.lost is not None:
             return repr(self.address), self.side, f"lost: the {self.lost} went with the module it was on", ""
-        runs = str(self.runs) if self.runs else "0 (no eager run yet)"
+        runs = "not counted" if self.runs is None else str(self.runs) if self.runs else "0 (no eager run yet)"
         operator = one_line(self.operator)
         if self.head is not None:
             operator = f"{operator} -> {self.head!r}" if not isinstance(self.operator, Tap) else f"-> {self.head!r}"

@@ -48,8 +48,9 @@ def twin(root: M) -> tuple[M, dict[int, nn.Module]]:
         for _name, slot in _slots(type(original)):
             with contextlib.suppress(AttributeError):  # a slot that is empty
                 slot.__set__(copy, _remap(slot.__get__(original), copies))
-        # It compiles the call of the original, and nn.Module leaves it out of its own copies too.
-        copy.__dict__["_compiled_call_impl"] = None
+        # It compiles the call of the original, and nn.Module leaves it out of its own copies too. A None in its place
+        # would be an attribute that TorchScript cannot type.
+        copy.__dict__.pop("_compiled_call_impl", None)
         if isinstance(copy, torch.fx.GraphModule):
             copy.graph = deepcopy(original.graph)  # also gives the twin a forward of its own
     return copies[id(root)][1], {key: copy for key, (_, copy) in copies.items()}

@@ -17,7 +17,7 @@ from .report import Audit, Check
 from .stand_in import Counter, Cut, Held, factor_set, held_places, keeps_value, replaced, runs_kept
 from .wrappers import bare
 
-__all__ = ["verify"]
+__all__ = ["refuse_lost", "verify"]
 
 _HAND = "gradient as by hand"
 _ADVICE = (
@@ -51,12 +51,7 @@ def verify(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any
         VerificationError: where a promise does not hold, a place did not run, or another tool has lost an operator.
         SurgeryError: as in :func:`audit`.
     """
-    lost = [f"the {operator} at {place.where.text(path)!r}" for path, place, operator in lost_places(bare(model))]
-    if lost:
-        raise VerificationError(
-            f"{', '.join(lost)} was inserted and is lost: another tool has replaced the module that it was on. "
-            "Insert it again, after that tool; or drop it from the list with gs.remove(model, at)."
-        )
+    refuse_lost(bare(model))
     steps = 2 + len(SHARES) + 2 * len(held_places(bare(model)))
     with Progress("verify", steps) as progress:
         measured = measure(model, args, kwargs, loss, progress)
@@ -73,6 +68,16 @@ def verify(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any
                 checks += _Trial(measured, held, progress).checks()
         checks += _together(measured)
     return measured.audit(checks)
+
+
+def refuse_lost(root: nn.Module) -> None:
+    """Refuse a model of which another tool has lost an operator."""
+    lost = [f"the {operator} at {place.where.text(path)!r}" for path, place, operator in lost_places(root)]
+    if lost:
+        raise VerificationError(
+            f"{', '.join(lost)} was inserted and is lost: another tool has replaced the module that it was on. "
+            "Insert it again, after that tool; or drop it from the list with gs.remove(model, at)."
+        )
 
 
 def _together(measured: Measured) -> list[Check]:

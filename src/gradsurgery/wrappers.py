@@ -9,7 +9,7 @@ from torch import nn
 from ._torch import is_fsdp2, wrapped_attribute
 from .errors import SurgeryError
 
-__all__ = ["HOLDER", "bare", "child", "children", "owns_parameters", "refuse_scripted", "walk"]
+__all__ = ["HOLDER", "bare", "child", "children", "owns_parameters", "refuse_compiled", "refuse_scripted", "walk"]
 
 HOLDER = "gradsurgery"
 """The child of a ``GraphModule`` that holds the operators of its graph."""
@@ -36,9 +36,19 @@ def refuse_scripted(module: nn.Module | None, path: str) -> None:
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise SurgeryError(
-            f"{path!r} is, or is inside of, a TorchScript module, whose forward is compiled already. "
-            "Operate on the nn.Module that it was made from, then script or trace that; or on the module that calls it."
+            f"{path!r} is, or is inside of, a TorchScript module, which is operated on by itself: give that module as "
+            "the model, with the address of the place in it."
         )
+
+
+def refuse_compiled(root: nn.Module, asked: str, instead: str) -> None:
+    """Refuse what cannot be done with a model that TorchScript has compiled.
+
+    Raises:
+        SurgeryError: where ``root`` is a ``ScriptModule``.
+    """
+    if isinstance(root, torch.jit.ScriptModule):
+        raise SurgeryError(f"{asked} was asked for of a ScriptModule, whose forward is compiled. {instead}")
 
 
 def owns_parameters(model: nn.Module) -> str | None:
@@ -106,17 +116,12 @@ def _refuse(model: Any) -> None:
             "Operate on the bare model before wrapping it, or use torch.distributed.fsdp.fully_shard (FSDP2), "
             "which is operated on live."
         )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise SurgeryError(
-            "the model is a TorchScript module, whose forward is compiled already. "
-            "Operate on the nn.Module that it was made from, then script or trace that."
-        )
     if isinstance(model, torch.export.ExportedProgram):
         raise SurgeryError("the model is an ExportedProgram, which is no module. Operate on program.module().")
     if not isinstance(model, nn.Module):
         raise SurgeryError(
-            f"the model is {_described(model)}. Give an nn.Module, a torch.fx.GraphModule, or one of these "
-            "compiled or wrapped in DistributedDataParallel or fully_shard."
+            f"the model is {_described(model)}. Give an nn.Module, a torch.fx.GraphModule, a torch.jit.ScriptModule, "
+            "or one of these compiled or wrapped in DistributedDataParallel or fully_shard."
         )
 
 

@@ -46,11 +46,9 @@ class Factor(nn.Module):
 # --- what operators work with ----------------------------------------------------------------------------------------
 
 
-class Square(nn.Module):
-    """Not linear, and without state."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x
+def squared(gradient: Tensor) -> Tensor:
+    """Not linear, and at the top of a module, so that a recorded graph can keep it by its name."""
+    return gradient * gradient
 
 
 class Weighted(nn.Module):
@@ -71,7 +69,7 @@ OPERATORS: dict[str, Callable[[], nn.Module]] = {
     "StraightThrough": lambda: gs.StraightThrough(Weighted()),
     "FrozenTransform": lambda: gs.FrozenTransform(Weighted()),
     "DetachedTransform": lambda: gs.DetachedTransform(Weighted()),
-    "MapGradient": lambda: gs.MapGradient(Square()),
+    "MapGradient": lambda: gs.MapGradient(squared),
 }
 
 

@@ -34,15 +34,9 @@ class Refusal:
 
 REFUSALS = [
     Refusal(
-        r"script|script, (?!coefficient).*",
-        "TorchScript has no function of a gradient.",
-        "OperatorError: torch.jit.script was asked for MapGradient",
-        ["MapGradient"],
-    ),
-    Refusal(
-        r"trace|trace, .*|export.*|make_fx before dispatch",
-        "A recorded graph of ops has no place for a function of the gradient.",
-        "OperatorError.*map_gradient|map_gradient.*OperatorError|Unsupported.*OperatorError",
+        r"(script|trace), loaded without this package",
+        "The graph holds the function of the gradient by its name, in an op that this package brings.",
+        "the other process could not run the file",
         ["MapGradient"],
     ),
     Refusal(
@@ -59,23 +53,17 @@ REFUSALS = [
         ["MapGradient"],
     ),
     Refusal(
-        r"func\.linearize",
-        "linearize folds what does not depend on the tangent into leaf parameters and then writes to them in place.",
-        "a leaf Variable that requires grad is being used in an in-place operation",
-        ["GradientReversal", "ScaleGradient", "StopGradient", "StraightThrough", "DetachedTransform"],
-    ),
-    Refusal(
         r"script of a trace of fx",
         "A graph of fx calls the operator as a function, whose fn TorchScript cannot compile.",
         "Unknown type constructor Callable",
-        ["StraightThrough", "FrozenTransform", "DetachedTransform", "MapGradient"],
+        ["StraightThrough", "FrozenTransform", "DetachedTransform"],
         ["plain module", "root", "op", "GraphModule", "layer"],
     ),
     Refusal(
         r"script of a trace of fx",
-        "As for a script: TorchScript can neither keep gradients from parameters nor map one.",
+        "As for a script: TorchScript cannot keep gradients from parameters.",
         "OperatorError: torch.jit.script was asked for",
-        ["FrozenTransform", "MapGradient"],
+        ["FrozenTransform"],
         ["Sequential", "leaf", "input side"],
     ),
     Refusal(

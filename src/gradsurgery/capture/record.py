@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
+from ..legacy import cure_of
 from .anatomy import anatomy
 from .flow import in_order
 from .present import Present
@@ -43,7 +44,7 @@ def record_ops(
             raise CaptureError(
                 f"asked for the ops of a run on the example; during that run the model raised "
                 f"{type(error).__name__}: {error}. "
-                "Give an example that the model takes as it is now (shape, dtype, device)."
+                + cure_of(error, "Give an example that the model takes as it is now (shape, dtype, device).")
             ) from error
         finally:
             calls = {k: recorder.calls.pop(id(owners[k]), []) for k, recorder in found.items()}

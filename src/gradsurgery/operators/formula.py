@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .._torch import is_observed
+from .._torch import is_observed, is_recorded_transform
 from ..errors import OperatorError
 from .coefficient import name_of
+from .shape import refuse_other_shape
 
 __all__ = [
     "exact_copy",
     "is_differentiable",
     "private_copy",
-    "refuse_other_shape",
     "replaced",
     "replaced_by_formula",
     "scaled",
@@ -166,28 +166,50 @@ class _Replaced(Function):
         return grad, None
 
 
-def _shape_of(x: Tensor) -> tuple[Any, ...]:
-    if x.is_nested and x.layout is torch.strided:
-        return tuple(tuple(part.shape) for part in x.unbind())
-    if not torch.jit.is_tracing():
-        return tuple(x.shape)
-    with warnings.catch_warnings():
-        # In a trace sizes are tensors, and reading one is announced as a possible mistake.
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
-        return tuple(int(length) for length in x.shape)
+# --- the same with rules for every transform --------------------------------------------------------------------------
+#
+# For a transform that is itself recorded (torch.func.linearize): what is recorded there may write to nothing in place,
+# since it folds what the input does not reach into constants.
 
 
-def refuse_other_shape(asker: str, fn: Callable[..., Any], given: Tensor, got: Any) -> None:
-    """Refuse what ``fn`` returned where it has not the shape of what it was given."""
-    asked = _shape_of(given)
-    if isinstance(got, Tensor) and _shape_of(got) == asked:
-        return
-    there = f"a tensor of shape {_shape_of(got)}" if isinstance(got, Tensor) else f"a {type(got).__name__}"
-    raise OperatorError(
-        f"{asker} asks of fn a tensor of the shape it is given, here {asked}. "
-        f"fn={name_of(fn)} returned {there}. "
-        "Give an fn that keeps the shape; frozen_transform accepts one that changes it."
-    )
+class _ScaledInTransform(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return exact_copy(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent * ctx.factor
+
+
+class _ReplacedInTransform(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, value: Tensor) -> Tensor:
+        return exact_copy(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Any) -> Tensor:
+        return tangent.clone()
 
 
 # --- the dispatch -----------------------------------------------------------------------------------------------------
@@ -213,6 +235,8 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     elif torch.onnx.is_in_onnx_export():
         # A graph for inference: the older exporter would drop the overwriting and keep the product.
         return x
+    elif is_recorded_transform():
+        return _ScaledInTransform.apply(x, factor)
     return _recorded(scaled_by_formula, x, factor)
 
 
@@ -222,6 +246,8 @@ def private_copy(x: Tensor) -> Tensor:
         return exact_copy(x.detach())
     if torch.onnx.is_in_onnx_export():
         return x.detach()
+    if is_recorded_transform():
+        return exact_copy(x.detach())
     return _recorded(stopped_by_formula, x)
 
 
@@ -246,4 +272,6 @@ def replaced(x: Tensor, value: Any, fn: Callable[..., Any]) -> Tensor:
             return _Replaced.apply(x, value)
     elif torch.onnx.is_in_onnx_export():
         return value
+    elif is_recorded_transform():
+        return _ReplacedInTransform.apply(x, value)
     return _recorded(replaced_by_formula, x, value)

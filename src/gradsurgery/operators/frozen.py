@@ -64,24 +64,30 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
     learns = any(p.requires_grad for module in modules for p in module.parameters())
     # A BatchNorm whose parameters are frozen goes on updating its statistics, which then is a surprise.
     counts = any(buffers_in_training(module) for module in modules)
-    if not learns and (not counts or torch.jit.is_tracing()):
+    if not learns and not counts:
         return fn(x)
     caller = fn if isinstance(fn, nn.Module) else _Caller(fn, modules)
     # Each parameter once, under its first name: functional_call follows the ties.
-    frozen = {name: _stopped(p) for name, p in caller.named_parameters()}
-    scripted = any(isinstance(held, torch.jit.ScriptModule) for held in caller.modules())
-    swapped = replaced_parameters(caller, frozen) if torch.jit.is_tracing() and not scripted else None
-    if swapped is not None:
-        with swapped:
-            return fn(x)
-    if scripted or torch.jit.is_tracing():
+    held = {name: _stopped(p) for name, p in caller.named_parameters()}
+    if counts:
+        held |= {name: buffer.clone() for name, buffer in caller.named_buffers()}
+    if not torch.jit.is_tracing() and not _is_scripted(caller):
+        return functional_call(caller, held, (x,))
+    swapped = None if _is_scripted(caller) else replaced_parameters(caller, held)
+    if swapped is None:
+        what = "parameters that require grad" if learns else "buffers that it changes in training mode"
+        cure = "requires_grad_(False) on them" if learns else "eval() on it"
         raise OperatorError(
             f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
-            f"It has parameters that require grad: {', '.join(list(frozen)[:5])}; torch cannot replace them there. "
-            "Call requires_grad_(False) on them before scripting or tracing."
+            f"It has {what}: {', '.join(list(held)[:5])}; torch cannot replace them there. "
+            f"Call {cure} before scripting or tracing."
         )
-    kept = {name: buffer.clone() for name, buffer in caller.named_buffers()} if counts else {}
-    return functional_call(caller, {**frozen, **kept}, (x,))
+    with swapped:
+        return fn(x)
+
+
+def _is_scripted(caller: nn.Module) -> bool:
+    return any(isinstance(part, torch.jit.ScriptModule) for part in caller.modules())
 
 
 def buffers_in_training(fn: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from .formula import (
     stopped_by_formula,
 )
 from .frozen import call_frozen
+from .kept import kept_name, known
 from .mapped import mapped
 from .values import map_tensors
 
@@ -28,6 +29,7 @@ __all__ = [
     "detached_transform",
     "frozen_transform",
     "map_gradient",
+    "map_gradient_by_name",
     "reverse_gradient",
     "scale_gradient",
     "stop_gradient",
@@ -213,12 +215,31 @@ def map_gradient(x: Value, fn: Callable[[Tensor], Tensor]) -> Value:
     Args:
         x: a tensor or a nested value, as for ``reverse_gradient``.
         fn: a function of one tensor that keeps its shape; it is called once in each backward, and may work in place.
+            A function defined at the top of a module that can be imported is kept in what ``torch.export``,
+            ``torch.jit``, ``torch.fx`` and ``make_fx`` record, by its name, as in a pickle. The file loads and trains
+            where this package is imported and ``MapGradient(fn)`` has been constructed.
 
     Raises:
-        OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and under every tool that
-            would lose ``fn``: ``torch.export``, ``torch.jit``, ``torch.func``, forward AD and ``make_fx``.
+        OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; when a graph is recorded and
+            ``fn`` is a lambda, a closure, a method or of ``__main__``, which have no name that would hold; under
+            forward AD (``jvp``, ``jacfwd``, ``hessian``), which has no gradient to map.
     """
     return _operated(map_gradient, mapped, checked_fn, x, fn)
+
+
+def map_gradient_by_name(x: Value, name: str) -> Value:
+    """``map_gradient`` in a graph of torch.fx or TorchScript, which holds names and no functions."""
+    if not torch.jit.is_scripting():
+        y = _spread(map_gradient_by_name, _mapped_by_name, x, name)
+    else:
+        y = x
+        if is_differentiable(x):
+            y = torch.ops.gradsurgery.map_gradient(x, name)
+    return y
+
+
+def _mapped_by_name(x: Tensor, name: str) -> Tensor:
+    return mapped(x, known(name))
 
 
 def _operated(
@@ -235,6 +256,8 @@ def _spread(public: Callable[..., Any], operate: Callable[..., Any], x: Any, *re
     """Apply ``operate`` to the tensors of ``x``; whoever overrides torch functions is shown ``public`` as one call."""
     if has_torch_function_unary(x):
         if isinstance(x, Proxy):
+            if public is map_gradient and (name := kept_name(rest[0])) is not None:
+                return map_gradient_by_name(x, name)
             _refuse_functions(public, rest)
         return handle_torch_function(public, (x,), x, *rest)
     if isinstance(x, Tensor):

@@ -10,7 +10,9 @@ from torch.autograd.function import Function
 from .._torch import is_in_reverse, is_observed, is_transformed
 from ..errors import OperatorError
 from .coefficient import name_of
-from .formula import exact_copy, is_differentiable, refuse_other_shape
+from .formula import exact_copy, is_differentiable
+from .kept import kept_name, map_by_name
+from .shape import refuse_other_shape
 
 __all__ = ["mapped"]
 
@@ -25,12 +27,23 @@ def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         # Dynamo carries a Function over as it is, but drops its backward under a transform that it compiles.
         if is_transformed() and is_in_reverse():
             return _MappedInTransform.apply(x, fn)
-        if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
+        if is_transformed():
             _refuse_to_map(fn)
+        if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            name = kept_name(fn)
+            return _refuse_to_map(fn) if name is None else map_by_name(x, name)
         return _Mapped.apply(x, fn)
     if not x.requires_grad:
         return x
     return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()
+
+
+def _mapped_gradient(fn: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+    # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
+    new = fn(grad.clone())
+    # Autograd would sum a larger gradient down to the shape in silence.
+    refuse_other_shape("map_gradient", fn, grad, new)
+    return new
 
 
 class _Mapped(Function):
@@ -44,11 +57,7 @@ class _Mapped(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
-        new = ctx.fn(grad.clone())
-        # Autograd would sum a larger gradient down to the shape in silence.
-        refuse_other_shape("map_gradient", ctx.fn, grad, new)
-        return new, None
+        return _mapped_gradient(ctx.fn, grad), None
 
 
 class _MappedInTransform(Function):
@@ -66,9 +75,7 @@ class _MappedInTransform(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        new = ctx.fn(grad.clone())
-        refuse_other_shape("map_gradient", ctx.fn, grad, new)
-        return new, None
+        return _mapped_gradient(ctx.fn, grad), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -79,7 +86,9 @@ def _refuse_to_map(fn: Callable[..., Any]) -> NoReturn:
     raise OperatorError(
         f"map_gradient was asked for fn={name_of(fn)} under a tool that records single ops "
         "(torch.export, torch.jit.trace, make_fx) or pushes tangents forward (jvp, jacfwd, hessian, forward AD). "
-        "Nothing carries a function of the gradient there, and the plain gradient would be left in silence. "
-        "Run it in eager, under torch.compile or a reverse transform of torch.func, or use scale_gradient where the "
-        "function is a factor."
+        "A recorded graph keeps a function of the gradient by its name, as pickle does, and nothing at all keeps one "
+        "going forward; the plain gradient would be left in silence. "
+        "To record it, define fn at the top of a module that can be imported (not in __main__, no lambda, no module). "
+        "Otherwise run it in eager, under torch.compile or a reverse transform of torch.func, use scale_gradient where "
+        "the function is a factor, or call gradsurgery.remove first where the graph is for inference."
     )

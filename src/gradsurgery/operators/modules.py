@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from ..errors import OperatorError
 from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
 from .formula import is_differentiable, replaced_by_formula, stopped_by_formula
-from .frozen import modules_of
+from .frozen import buffers_in_training, modules_of
 from .functions import (
     detached_transform,
     frozen_transform,
     map_gradient,
+    map_gradient_by_name,
     reverse_gradient,
     scale_gradient,
     stop_gradient,
     straight_through,
 )
+from .kept import kept_name
 
 __all__ = [
     "DetachedTransform",
@@ -193,7 +195,7 @@ class FrozenTransform(_OfFunction):
 
     Raises:
         OperatorError: ``fn`` cannot be called; in forward, as ``frozen_transform``; and from ``torch.jit.script`` when
-            ``fn`` has parameters that require grad, since TorchScript has no way to keep gradients from them.
+            ``fn`` has parameters that require grad, or buffers in training mode, which TorchScript would change.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -213,6 +215,12 @@ class FrozenTransform(_OfFunction):
                 f"torch.jit.script was asked for {type(self).__name__}. "
                 f"Its fn has parameters that require grad: {', '.join(learning[:5])}; in TorchScript they would get it."
                 " Call fn.requires_grad_(False) before scripting."
+            )
+        if any(buffers_in_training(held) for held in modules_of(self.fn)):
+            raise OperatorError(
+                f"torch.jit.script was asked for {type(self).__name__}. Its fn is in training mode and has buffers, "
+                "such as the statistics of a BatchNorm, which in TorchScript it would go on changing. "
+                "Call fn.eval() before scripting, or trace the model instead."
             )
         return self
 
@@ -255,14 +263,33 @@ class MapGradient(_OfFunction):
 
     Raises:
         OperatorError: ``fn`` cannot be called; in backward, when it returns another shape; and from every tool that
-            would lose ``fn``, ``torch.jit.script`` among them.
+            cannot keep ``fn``; see ``map_gradient``.
     """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(fn)
+        kept_name(fn)  # a graph that was recorded elsewhere finds it from here on
 
     def forward(self, x: Tensor) -> Tensor:
         return map_gradient(x, self.fn)
 
     def __prepare_scriptable__(self) -> nn.Module:
-        raise OperatorError(
-            f"torch.jit.script was asked for {self!r}. TorchScript has no function of a gradient. "
-            "Use ScaleGradient where the function is a factor, or torch.compile."
-        )
+        name = kept_name(self.fn)
+        if name is None:
+            raise OperatorError(
+                f"torch.jit.script was asked for {self!r}. TorchScript keeps a function of a gradient by its name, as "
+                "pickle does, and this one has none. Define it at the top of a module that can be imported, use "
+                "ScaleGradient where it is a factor, or torch.compile."
+            )
+        return _MappedByName(name)
+
+
+class _MappedByName(nn.Module):
+    """What ``torch.jit.script`` makes of a ``MapGradient``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: Tensor) -> Tensor:
+        return map_gradient_by_name(x, self.name)

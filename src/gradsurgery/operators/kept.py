@@ -1,0 +1,83 @@
+"""A function of the gradient in a recorded graph: an op of the dispatcher that knows the function by its name.
+
+No chain of ops has a backward that is not linear in the gradient, so a graph of ops cannot hold ``map_gradient`` as
+such. It can hold an op of ours, which every tracer records whole, and whose backward looks the function up by name. The
+name is that of a function defined at the top of a module, as in a pickle; but nothing is imported for it. Only what has
+been given to ``MapGradient`` or ``map_gradient`` in this process is found, so a file from a stranger runs no code that
+is not here already.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import OperatorError
+from .formula import exact_copy
+from .shape import refuse_other_shape
+
+__all__ = ["kept_name", "known", "map_by_name"]
+
+GradientFunction = Callable[[Tensor], Tensor]
+
+_FUNCTIONS: dict[str, GradientFunction] = {}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def kept_name(fn: GradientFunction) -> str | None:
+    """The name under which a graph can hold ``fn``, from now on known here; None where it has none.
+
+    A lambda, a closure, a partial, a method and a module have none. Nor has a function of ``__main__``: in another
+    process that is another file, which may have another function of this name.
+    """
+    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__" or "." in name:
+        return None
+    if getattr(sys.modules.get(module), name, None) is not fn:
+        return None
+    _FUNCTIONS[f"{module}:{name}"] = fn
+    return f"{module}:{name}"
+
+
+def known(name: str) -> GradientFunction:
+    """The function that a graph means by this name."""
+    fn = _FUNCTIONS.get(name)
+    if fn is None:
+        module, _, function = name.partition(":")
+        raise OperatorError(
+            f"A recorded graph asks for map_gradient with fn={name}, and no such function has been given to it in this "
+            f"process. Import {module} and construct gradsurgery.MapGradient({module}.{function}) before the graph "
+            "runs; or, if it is never trained, remove the operator before exporting."
+        )
+    return fn
+
+
+@torch.library.custom_op("gradsurgery::map_gradient", mutates_args=())
+def map_by_name(x: Tensor, fn: str) -> Tensor:
+    """The value of ``x``, and in backward the function of this name, applied to the gradient."""
+    known(fn)  # also where no gradient is asked for: a graph that trains wrongly later should not run now
+    return exact_copy(x)
+
+
+@map_by_name.register_fake
+def _(x: Tensor, fn: str) -> Tensor:
+    return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+    ctx.name = inputs[1]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+    if grad is None:
+        return None, None
+    fn = known(ctx.name)
+    new = fn(grad.clone())
+    refuse_other_shape("map_gradient", fn, grad, new)
+    return new, None
+
+
+map_by_name.register_autograd(_backward, setup_context=_keep)
