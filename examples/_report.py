@@ -2,10 +2,12 @@
 
 import statistics
 from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from matplotlib.figure import Figure
+from PIL import Image
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -33,9 +35,9 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and standard deviation over the seeds, as a paper's table has them."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.{digits}f} ± {spread:.{digits}f}"
+    """Mean and standard deviation over the seeds, as a paper's table has them; one seed has no spread."""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Any]]:
@@ -45,7 +47,9 @@ def figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[
 
 
 def save(shown: Figure, path: Path) -> None:
-    """Write the picture, and say where."""
+    """Write the picture in 128 colours, which keeps it small, and say where."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    shown.savefig(path, dpi=110)
+    whole = BytesIO()
+    shown.savefig(whole, dpi=110)
+    Image.open(whole).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"picture: {path}")

@@ -202,7 +202,7 @@ def draw(results: list[Result], data: Coloured, path: Path) -> None:
         values = [torch.tensor([getattr(r, name) for r in results if r.way == way]) for way in WAYS]
         spread = [v.std().item() if len(v) > 1 else 0.0 for v in values]
         places = [x + 0.38 * k for x in range(len(WAYS))]
-        right.bar(places, [v.mean() for v in values], 0.36, yerr=spread, color=colour, label=label, capsize=3)
+        right.bar(places, [v.mean().item() for v in values], 0.36, yerr=spread, color=colour, label=label, capsize=3)
     right.axhline(CHANCE, color=GREY, linestyle="--", linewidth=0.8, label="chance")
     right.set_xticks([x + 0.19 for x in range(len(WAYS))], ["no head", "head,\nno reversal", "head behind\na reversal"])
     right.set(ylim=(0, 1))
