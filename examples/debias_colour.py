@@ -2,7 +2,19 @@
 
     python examples/debias_colour.py
 
-FIGURES
+95 of 100 training digits have the colour of their class. A network learns that, and fails where colours are random.
+With a colour head at ``conv1`` behind a reversal that layer is trained to hide the colour from the head, and what comes
+after it has to look at the shape. The probe is a new network, fitted to tell the colour from the finished features.
+1,000 test digits, mean and standard deviation of three seeds:
+
+                                     digit, colours     digit,            colour, by a probe
+                                     as in training     random colours    (chance 0.1)
+    no head                          0.961 ± 0.007      0.556 ± 0.048     0.815 ± 0.028
+    colour head, no reversal         0.963 ± 0.002      0.556 ± 0.047     0.896 ± 0.023
+    colour head behind a reversal    0.927 ± 0.015      0.833 ± 0.025     0.240 ± 0.067
+
+Most of the colour goes, not all of it. Where the head sits decides: at the last layer, where the digit gives the colour
+away, the reversal did harm. What was tried is in docs/examples.md. Takes about two minutes on two cores.
 """
 
 import argparse

@@ -2,7 +2,19 @@
 
     python examples/minimax_entropy.py
 
-FIGURES
+The classifier keeps one prototype a class. On unlabelled digits of the target it raises the entropy, which draws the
+prototypes towards them, and the features lower it, which draws them to the prototypes (Saito et al. 2019,
+https://arxiv.org/abs/1904.06487). The reversal stands in front of the classifier of a twin that shares the weights;
+labelled digits go through the model itself, whose gradient is plain. MNIST to UCI with three labels a class, 600 test
+digits, mean and standard deviation of three seeds:
+
+                                 accuracy         gain, seed by seed   entropy
+    source and the few labels    0.874 ± 0.011                         0.244 ± 0.015
+    and entropy minimised        0.882 ± 0.022    0.008 ± 0.013        0.116 ± 0.009
+    and minimax entropy          0.883 ± 0.020    0.009 ± 0.011        0.134 ± 0.010
+
+So on this pair neither gains beyond the spread, though the entropy falls as it should: see docs/examples.md. Takes
+about three minutes on two cores.
 """
 
 import argparse
