@@ -217,10 +217,10 @@ def draw(results: list[Result], data: Coloured, path: Path) -> None:
         right.bar(places, [v.mean().item() for v in values], 0.36, yerr=spread, color=colour, label=label, capsize=3)
     right.axhline(CHANCE, color=GREY, linestyle="--", linewidth=0.8, label="chance")
     right.set_xticks([x + 0.19 for x in range(len(WAYS))], ["no head", "head,\nno reversal", "head behind\na reversal"])
-    right.set(ylim=(0, 1))
+    right.set(ylim=(0, 1.2), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1])
     right.set_title("accuracy on test digits of random colour", loc="left", fontsize=10)
     right.spines[["top", "right"]].set_visible(False)
-    right.legend(frameon=False, fontsize=8, loc="upper right")
+    right.legend(frameon=False, fontsize=8, loc="upper center", ncols=3)
     save(shown, path)
 
 
