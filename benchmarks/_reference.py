@@ -76,7 +76,8 @@ def leaves(value: Any) -> Iterator[Tensor]:
 
 
 def _bits(value: Tensor) -> Tensor:
-    return value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)  # words compare four times as fast
 
 
 Value = Tensor | bytes | None
@@ -141,19 +142,29 @@ def scaled(value: Any, factor: float) -> Any:
     return mapped(lambda x: _Scaled.apply(x, factor), value)
 
 
-def met(model: nn.Module, path: str) -> str:
+class Met:
     """The place that every caller passes: for a plain Sequential its last child, for callers that walk it."""
-    owners: dict[int, set[tuple[int, str]]] = {}
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            owners.setdefault(id(child), set()).add((id(parent), name))
-    module = model.get_submodule(path)
-    while type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__ and len(module):
-        name, child = list(module._modules.items())[-1]
-        if child is None or len(owners[id(child)]) > 1:
-            break
-        path, module = f"{path}.{name}" if path else name, child
-    return path
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.owners: dict[int, set[tuple[int, str]]] = {}
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                self.owners.setdefault(id(child), set()).add((id(parent), name))
+
+    def __call__(self, path: str) -> str:
+        module = self.model.get_submodule(path)
+        while type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__ and len(module):
+            name, child = list(module._modules.items())[-1]
+            if child is None or len(self.owners[id(child)]) > 1:
+                break
+            path, module = f"{path}.{name}" if path else name, child
+        return path
+
+
+def met(model: nn.Module, path: str) -> str:
+    """The place that every caller of the module at ``path`` passes."""
+    return Met(model)(path)
 
 
 def hooked(model: nn.Module, path: str, factor: float = -0.5) -> nn.Module:
@@ -257,8 +268,9 @@ def places(model: nn.Module, call: Call) -> list[str]:
         handle.remove()
     reached = [name for name, reaches in ended.items() if reaches]
     order = {name: index for index, name in enumerate(reached)}
-    walked = [name for name in names.values() if name not in order and order.get(met(model, name)) is not None]
-    return sorted(reached + walked, key=lambda name: (order[met(model, name)], len(name)))
+    place = Met(model)
+    walked = [name for name in names.values() if name not in order and order.get(place(name)) is not None]
+    return sorted(reached + walked, key=lambda name: (order[place(name)], len(name)))
 
 
 def spread(candidates: list[str], count: int, seed: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""docs/errors.md: what it calls a symptom is what the library says, in the error under which it stands."""
+"""docs/errors/: what a page calls a symptom is what the library says, in the error whose page it is."""
 
 import re
 import sys
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import gradsurgery as gs
 
-DOCS = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
+PAGES = sorted((Path(__file__).parents[1] / "docs" / "errors").glob("*.md"))
 SYMPTOMS = [
-    (section.split("`")[1], symptom)
-    for section in DOCS.split("\n## ")[1:]
-    for symptom in re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    (page.stem, symptom)
+    for page in PAGES
+    for symptom in re.findall(r"^\| `([^`]+)` \|", page.read_text(), flags=re.MULTILINE)
 ]
 
 

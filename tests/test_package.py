@@ -118,9 +118,12 @@ gs.remove(net)
     assert run.returncode == 0, run.stderr
 
 
-def test_every_error_has_its_section() -> None:
-    sections = re.findall(r"^## `(\w+)`", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE)
-    assert set(sections) == {name for name in gs.__all__ if name.endswith("Error")}
+def test_every_error_has_its_page() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "errors").glob("*.md")}
+    listed = re.findall(
+        r"^\| \[`(\w+)`\]\(errors/\1\.md\)", (ROOT / "docs" / "errors.md").read_text(), flags=re.MULTILINE
+    )
+    assert pages == set(listed) == {name for name in gs.__all__ if name.endswith("Error")}
 
 
 def test_contributing_runs_the_commands_of_ci() -> None:

@@ -1,6 +1,7 @@
 """README.md is executed: its Python blocks in the order they stand, its one-liners each on a new model."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import timm
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
 import gradsurgery as gs
+from gradsurgery.cli.app import app
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 PRINTED = re.findall(r"^```text\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
 ONE_LINERS = re.findall(r"^\| [^|]+ \| `((?:gs|twin|print)\b.*)` \|$", README, flags=re.MULTILINE)
@@ -81,8 +85,30 @@ def test_set_up_commands_are_two_and_run_what_they_say() -> None:
     assert [main_job[1], tests[1]] == ["python examples/quickstart.py", "python -m pytest"]
 
 
+COMMANDS = {
+    page.name: [
+        line
+        for block in re.findall(r"^```console\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    for page in (ROOT / "README.md", ROOT / "docs" / "command-line.md")
+}
+
+
+@pytest.mark.usefixtures("no_hub", "scripting")
+@pytest.mark.parametrize("page", COMMANDS)
+def test_console_commands_run_as_written(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(COMMANDS[page]) >= 4
+    for line in COMMANDS[page]:
+        prompt, command, *arguments = shlex.split(line)
+        assert (prompt, command) == ("$", "gradsurgery")
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+        assert result.stdout
+
+
 def test_links_lead_somewhere() -> None:
-    root = Path(__file__).parents[1]
     links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
     assert links
-    assert [link for link in links if not (root / link).exists()] == []
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -6,8 +6,8 @@ A name that is missing in another version of torch gets the safe answer, which e
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,13 @@ from torch.autograd import forward_ad
 from torch.utils import checkpoint
 
 __all__ = [
+    "archive_reader",
+    "constant_to_dynamo",
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
     "is_fsdp2",
+    "is_held_once",
     "is_in_reverse",
     "is_observed",
     "is_overlay",
@@ -26,11 +29,45 @@ __all__ = [
     "is_transformed",
     "pytree_node",
     "quiet_accumulation",
+    "read_program",
     "replaced_parameters",
     "saved_tensors_hooks",
     "without_wrappers",
     "wrapped_attribute",
 ]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def archive_reader(content: Any) -> Any:
+    """The reader of export archives that torch itself uses; without one it is None, and nobody can look inside."""
+    try:
+        from torch.export.pt2_archive import PT2ArchiveReader
+    except ImportError:
+        return None
+    return PT2ArchiveReader(content)
+
+
+def constant_to_dynamo(fn: Function) -> Function:
+    """Mark a function whose result Dynamo may take for a constant, as ``torch.compiler.assume_constant_result`` does.
+
+    That imports the whole compiler, which costs seconds and needs numpy. Where the mark has another name, Dynamo traces
+    the function, or refuses the graph.
+    """
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+def read_program(content: Any) -> Any:
+    """The program in an export archive that has been looked into, or None where there is no such reader.
+
+    ``torch.export.load`` would go on to an older format, and unpickle, where this one raises.
+    """
+    try:
+        from torch.export.pt2_archive._package import load_pt2
+    except ImportError:
+        return None
+    return load_pt2(content).exported_programs.get("model")
 
 
 def is_observed() -> bool:
@@ -85,12 +122,23 @@ def is_recorded_transform() -> bool:
 def _is_proxied() -> bool:
     """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
     try:
-        if torch._C._len_torch_dispatch_stack() + torch._ops._len_torch_dispatch_stack_pre_dispatch() == 0:
+        # The key, since counting the modes that it stands for takes longer than all the rest of an operator's checks.
+        key = torch._C.DispatchKey.PreDispatch
+        if torch._C._len_torch_dispatch_stack() == 0 and not torch._C._dispatch_tls_is_dispatch_key_included(key):
             return False
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
     except (AttributeError, ImportError):
         return True
     return get_proxy_mode() is not None
+
+
+def is_held_once(x: Tensor) -> bool:
+    """Whether nothing but its Python object holds this tensor: no view has it for a base, no graph has saved it.
+
+    The safe answer is no.
+    """
+    count: Callable[[], int] | None = getattr(x, "_use_count", None)
+    return count is not None and count() == 1
 
 
 def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -155,11 +203,17 @@ _WRAPPERS = {"OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_w
 
 def wrapped_attribute(module: object) -> str | None:
     """The attribute under which a wrapper holds the module that it wraps, or None for a module that is no wrapper."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    cls: Any = type(module)
+    return _wrapping_attribute(cls)
+
+
+@lru_cache(maxsize=1024)  # asked for every module of a model
+def _wrapping_attribute(cls: type[Any]) -> str | None:
+    if issubclass(cls, nn.parallel.DistributedDataParallel):
         return "module"
     # By name, since importing the compiler costs a second and nothing is compiled where it was never imported.
-    for cls in type(module).__mro__:
-        if (attribute := _WRAPPERS.get(cls.__name__)) is not None and cls.__module__.startswith("torch."):
+    for base in cls.__mro__:
+        if (attribute := _WRAPPERS.get(base.__name__)) is not None and base.__module__.startswith("torch."):
             return attribute
     return None
 

@@ -15,7 +15,7 @@ model: see :mod:`gradsurgery.resolve`.
 """
 
 import ast
-import fnmatch
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -159,15 +159,16 @@ def matches(pattern: str, path: str) -> bool:
     >>> matches("**.bn1", "layer1.0.bn1"), matches("layer1.*", "layer1.0.bn1")
     (True, False)
     """
-    return _match_names(pattern.split(".") if pattern else [], path.split(".") if path else [])
+    return _expression(pattern).fullmatch(f"{path}." if path else "") is not None
 
 
-def _match_names(pattern: list[str], names: list[str]) -> bool:
-    if not pattern:
-        return not names
-    if pattern[0] == "**":
-        return any(_match_names(pattern[1:], names[taken:]) for taken in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match_names(pattern[1:], names[1:])
+@functools.lru_cache(maxsize=256)  # one expression for every module of a model
+def _expression(pattern: str) -> re.Pattern[str]:
+    """A glob as a regular expression over names that each end in a dot."""
+    wild = {"*": "[^.]*", "?": "[^.]"}
+    names = pattern.split(".") if pattern else []
+    parts = ["".join(wild.get(c) or re.escape(c) for c in name) + r"\." for name in names]
+    return re.compile("".join(r"(?:[^.]*\.)*" if n == "**" else part for n, part in zip(names, parts, strict=True)))
 
 
 def _split_element(text: str) -> tuple[str, Element]:

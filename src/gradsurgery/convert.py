@@ -4,11 +4,11 @@ The tools themselves keep the operators; these functions add what is easily forg
 not at the object in memory, to compare every gradient and not the output alone, to say whether a trace was needed.
 """
 
+import contextlib
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,9 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
     taps = {p.tap for _, _, p in places_of(root) if isinstance(p, HeadPlace) and p.training_only}
     gone += [(m, p) for _, m, p in places_of(root) if isinstance(p, HeadPlace | TapPlace) and p.tap in taps]
     withdraw(gone)
-    return root.eval()
+    with contextlib.suppress(NotImplementedError):  # the program of an export has one mode
+        root.eval()
+    return root
 
 
 def refuse_existing(path: PathLike, force: bool) -> None:
@@ -358,10 +360,12 @@ def _idle(reference: Reference) -> list[str]:
 
 
 def _mode(root: nn.Module) -> str:
+    if "train" in root.__dict__:  # torch.export puts one there that raises
+        return "in the mode that it was exported in"
     return "in training mode" if root.training else "in evaluation mode"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
     """What torch warns of while it converts is either said here in the report or for whoever maintains torch."""
     with warnings.catch_warnings(record=True) as warned:

@@ -89,6 +89,8 @@ def withdraw(gone: Iterable[tuple[nn.Module, Place]]) -> None:
 
 
 def _check(insertion: Insertion) -> None:
+    if is_plain(insertion.operator):
+        return
     if any(part is insertion.target.module for part in insertion.operator.modules()):
         raise OperatorError(
             f"the operator for {insertion.target.address!r} contains the very module that it was to operate on, so "

@@ -20,7 +20,7 @@ from .operators.modules import refuse_unscriptable
 from .place import Place, Target
 from .wrappers import HOLDER
 
-__all__ = ["NodePlace", "Stacks", "insert_node", "node_places", "remove_nodes", "resolve_nodes"]
+__all__ = ["NodePlace", "Stacks", "insert_node", "node_places", "op_name", "remove_nodes", "resolve_nodes"]
 
 Call = dict[Node, None]
 """The nodes of one call of one module, in order."""

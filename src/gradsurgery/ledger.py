@@ -61,7 +61,7 @@ def forget(root: nn.Module, lost: Iterable[Place] = ()) -> None:
 
 def lost_places(root: nn.Module) -> Iterator[tuple[str, Place, str]]:
     """The places whose operator is there no longer: the path that was named, the place, the class of the operator."""
-    for prefix, holder in list(walk(root)):
+    for prefix, holder in walk(root):
         if LEDGER not in holder.__dict__:
             continue
         there: dict[str, Counter[object]] = {}

@@ -20,7 +20,7 @@ from .tables import Operation, Site
 from .tree import Tree
 from .wrappers import walk
 
-__all__ = ["graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
+__all__ = ["LeafTracer", "graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
 
 
 def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place | CompiledPlace]]:
@@ -111,10 +111,10 @@ def graph_of(target: Target) -> torch.fx.Graph:
         return module.graph
     if target.where.kind != "op":
         return getattr(type(module), "_gs_graph", None) or sealed.seal(user_class(module).forward, (), ())
-    return _LeafTracer().trace(module)
+    return LeafTracer().trace(module)
 
 
-class _LeafTracer(torch.fx.Tracer):
+class LeafTracer(torch.fx.Tracer):
     """Traces one forward: every child is a leaf, and so is every operator."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -13,6 +13,7 @@ from .capture import sealed
 from .capture.code import compile_function
 from .capture.versions import note_version, refuse_other_version, version
 from .errors import OperatorError
+from .operators.moved import hands_on
 from .operators.values import map_tensors
 from .place import Form, Graft
 from .tap import Tap, TapPlace, add_heads, arm
@@ -90,10 +91,12 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
     ``received`` names the positional parameters where the graph passes on all that the module receives.
     """
     scripted, body = _scripted(k, form)
-    keep = f"        self._gs_tap_{form.head} = x\n" if form.head else ""
+    keep = f"        self._gs_tap_{form.head} = x.clone()\n" if form.head else ""
     run = "run(self, x)"
     if form.where.kind == "input" and received is not None:
         run = f"run_received(self, x, {received!r})"
+    elif form.where.kind == "output" and hands_on(form.operator):
+        run = "run_last(self, x)"
     source = (
         f"def {method(k)}(self, x: Tensor) -> Tensor:\n"
         f"    if torch.jit.is_scripting():\n"

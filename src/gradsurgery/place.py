@@ -1,5 +1,6 @@
 """A place that is operated on: which value of which module, the live operator, and how often it ran."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from .address import Element, Where
 from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
+from .operators.moved import moved
 from .operators.values import map_tensors
 from .passed_by import refuse_dropped, refuse_other_forward
 
@@ -122,6 +124,20 @@ class Place:
             result = refuse_dropped(module, value, result)
         self._count()
         return result
+
+    def run_last(self, module: nn.Module, value: Any) -> Any:
+        """The same for a value that its forward has just returned, in its own memory where nobody else can read it.
+
+        To be called by the method of a generated class alone: the references to ``value`` are counted.
+        """
+        if not self.where.element and not torch.compiler.is_compiling():
+            # Ours are four: the variable of the generated forward, that of its method, this one, and the argument here.
+            nobody_else = sys.getrefcount(value) == 4
+            if nobody_else and (result := moved(self.operator(module), value)) is not None:
+                refuse_other_forward(module)
+                self._count()
+                return result
+        return self.run(module, value)
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element

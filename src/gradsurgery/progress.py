@@ -1,6 +1,6 @@
 """A bar for what takes more than two seconds, where rich is installed and somebody watches."""
 
-import time
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -14,35 +14,47 @@ class Progress:
 
     Args:
         what: is being done.
-        total: the number of steps that is expected.
+        total: the number of steps that is expected; None where there is but one.
     """
 
-    def __init__(self, what: str, total: int) -> None:
+    def __init__(self, what: str, total: int | None = None) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._start = time.monotonic()
         self._bar: Any = None
-        self._tried = False
+        self._over = False
+        self._lock = threading.Lock()
+        # From a thread: the first step may take longest.
+        self._timer = threading.Timer(PATIENCE, self._show)
+        self._timer.daemon = True
 
     def __enter__(self) -> "Progress":
+        self._timer.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._timer.cancel()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+            self._over = True
 
     def step(self) -> None:
         """One more is done."""
         self.done += 1
-        if not self._tried and self.done < self.total and time.monotonic() - self._start > PATIENCE:
-            self._tried = True
-            self._bar = _bar(self.what, self.total)
         if self._bar is not None:
-            self._bar.update(0, completed=self.done, total=max(self.total, self.done))
+            self._bar.update(0, completed=self.done, total=self._most())
+
+    def _most(self) -> int | None:
+        return None if self.total is None else max(self.total, self.done)
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._over:
+                self._bar = _bar(self.what, self._most(), self.done)
 
 
-def _bar(what: str, total: int) -> Any:
+def _bar(what: str, total: int | None, done: int) -> Any:
     try:
         from rich.console import Console
         from rich.progress import Progress as Bar
@@ -52,6 +64,6 @@ def _bar(what: str, total: int) -> Any:
     if not console.is_terminal:
         return None
     bar = Bar(console=console, transient=True)
-    bar.add_task(what, total=total)
+    bar.add_task(what, total=total, completed=done)
     bar.start()
     return bar

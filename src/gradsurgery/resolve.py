@@ -242,7 +242,7 @@ def _boundary(tree: Tree, path: str, module: nn.Module, where: Where) -> Target:
             inner is None
             or isinstance(inner, torch.jit.ScriptModule)
             or runs_never(module, inner)
-            or tree.names[id(inner)] > tree.names[id(module)]
+            or tree.is_shared(inner)
         ):
             break
         module, hops = inner, hops + 1

@@ -21,6 +21,7 @@ from .operators import (
     StopGradient,
     StraightThrough,
 )
+from .operators.coefficient import checked_factor, checked_lambd
 from .place import Place, Target
 from .resolve import At, resolve
 from .scripted.names import resolve_compiled
@@ -124,7 +125,7 @@ def insert_grl(
         OperatorError: where ``lambd`` is negative, not finite or not a number.
         SurgeryError: as in :func:`insert`.
     """
-    GradientReversal(lambd)  # a wrong strength is the first thing to hear about
+    checked_lambd(lambd, "GradientReversal")  # a wrong strength is the first thing to hear about
     return operate(model, [Wanted(at, lambda: GradientReversal(lambd), side, expect)], example, inplace)
 
 
@@ -156,7 +157,7 @@ def insert_scale_gradient(
         OperatorError: where ``scale`` is not finite or not a number.
         SurgeryError: as in :func:`insert`.
     """
-    ScaleGradient(scale)
+    checked_factor(scale, "ScaleGradient")
     return operate(model, [Wanted(at, lambda: ScaleGradient(scale), side, expect)], example, inplace)
 
 
@@ -286,6 +287,8 @@ def check_operator(operator: Any, model: nn.Module) -> None:
             f"the operator is {operator!r}, which is not an nn.Module instance{hint}. Give an operator such as "
             "gs.GradientReversal(0.5), or use gs.insert_transform(model, at, fn) for a function."
         )
+    if is_plain(operator):
+        return
     state = [name for name, _ in (*operator.named_parameters(), *operator.named_buffers())]
     if state and (wrapper := owns_parameters(model)):
         raise SurgeryError(

@@ -6,6 +6,7 @@ has its own, since replicas of a model run at the same time.
 """
 
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,55 @@ import torch
 from torch import Tensor, nn
 
 from .address import Where
+from .capture.versions import is_changed, note_version, version
 from .elements import element_of
 from .errors import CaptureError, OperatorError
+from .operators.formula import copied
+from .operators.values import map_tensors
 from .place import Form, Graft, Place
 
 __all__ = ["HeadPlace", "Tap", "TapPlace", "add_heads", "arm"]
+
+
+class _Kept:
+    """A value as it passed, also where the model changes it in place before the head takes it.
+
+    The value itself serves where it was not changed, so that its gradients add up in the order of a head that is
+    written at the end of the forward; else a copy that was made as it passed.
+    """
+
+    def __init__(self, value: Any, key: str) -> None:
+        self.passed = value
+        self.key = key
+        self.copy = map_tensors(_copied, value)
+        self.versions = [self._noted(k, tensor) for k, tensor in enumerate(_tensors(value))]
+        self.has_gradient = torch.is_grad_enabled()
+
+    def _noted(self, k: int, tensor: Any) -> int:
+        note_version(tensor, f"{self.key} {k}")
+        return version(tensor)
+
+    def value(self) -> Any:
+        for k, tensor in enumerate(_tensors(self.passed)):
+            # What a tracer has in the place of a tensor does not tell.
+            if not isinstance(tensor, Tensor) or is_changed(tensor, f"{self.key} {k}", self.versions[k]):
+                return self.copy
+        return self.passed
+
+
+def _copied(tensor: Any) -> Any:
+    return copied(tensor) if isinstance(tensor, Tensor) else tensor.clone()
+
+
+def _tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
 
 
 class Tap(nn.Module):
@@ -27,16 +72,17 @@ class Tap(nn.Module):
         super().__init__()
         self.address = address
         self.name = name
-        self._armed: dict[int, list[tuple[Any, bool]]] = {}
+        self.key = uuid.uuid4().hex
+        self._armed: dict[int, list[_Kept]] = {}
 
     def arm(self) -> None:
         """From now on, on this thread, values that pass are kept."""
         self._armed[_thread()] = []
 
     def forward(self, value: Any) -> Any:
-        kept = self._armed.get(_thread())
-        if kept is not None:
-            kept.append((value, torch.is_grad_enabled()))
+        armed = self._armed.get(_thread())
+        if armed is not None:
+            armed.append(_Kept(value, self.key))
         return value
 
     def disarm(self) -> None:
@@ -49,29 +95,30 @@ class Tap(nn.Module):
         Raises:
             CaptureError: where none passed, or several, or one that carries no gradient.
         """
-        kept = self._armed.pop(_thread(), [])
+        armed = self._armed.pop(_thread(), [])
         asked = f"the head {self.name!r} takes the value at {self.address!r}"
-        if not kept:
+        if not armed:
             raise CaptureError(
                 f"{asked}, but nothing passed there in this forward. Attach it to a place that runs whenever the model "
                 "does: gs.sites(model, example=...) lists what runs."
             )
-        if len(kept) > 1:
+        if len(armed) > 1:
             raise CaptureError(
-                f"{asked}, but {len(kept)} values passed there in this forward. Attach it to one call, such as "
+                f"{asked}, but {len(armed)} values passed there in this forward. Attach it to one call, such as "
                 "'block:act@0', or to a place that runs once."
             )
-        value, has_gradient = kept[0]
-        if has_gradient != torch.is_grad_enabled():
+        kept = armed[0]
+        if kept.has_gradient != torch.is_grad_enabled():
+            then, now = ("on", "off") if kept.has_gradient else ("off", "on")
             raise CaptureError(
-                f"{asked}, but that ran with gradients {'on' if has_gradient else 'off'}, and the model with them "
-                f"{'off' if has_gradient else 'on'}: the head would train nothing. Inside torch.no_grad() there is no "
-                "gradient to take; under activation checkpointing use use_reentrant=False."
+                f"{asked}, but that ran with gradients {then}, and the model with them {now}: the head would train "
+                "nothing. Inside torch.no_grad() there is no gradient to take; under activation checkpointing use "
+                "use_reentrant=False."
             )
-        return value
+        return kept.value()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_armed": {}}
+        return {**super().__getstate__(), "_armed": {}, "key": uuid.uuid4().hex}
 
     def extra_repr(self) -> str:
         return f"head={self.name!r}"

@@ -1,7 +1,7 @@
 """The modules of a model by their paths, as the user knows them."""
 
-from collections import Counter
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import torch
@@ -9,8 +9,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .errors import closest
-from .graft import user_class
-from .wrappers import child, refuse_scripted, walk
+from .graft import graft_of, user_class
+from .operators.moved import COUNTS
+from .wrappers import child, children, refuse_scripted, walk
 
 __all__ = ["Tree", "runs_never"]
 
@@ -24,12 +25,28 @@ class Tree:
     @cached_property
     def all(self) -> list[tuple[str, nn.Module]]:
         """Every path, with its module."""
-        return list(walk(self.root))
+        return walk(self.root)
 
-    @cached_property
-    def names(self) -> Counter[int]:
-        """How many names each module has."""
-        return Counter(id(module) for _, module in self.all)
+    def is_shared(self, module: nn.Module) -> bool:
+        """Whether a module is a child more than once, of one or several; what lies inside of it is left out."""
+        # Four are the parent's reference, the caller's, this variable and the argument: then there is no other parent.
+        if COUNTS and sys.getrefcount(module) <= 4:
+            return False
+        names, seen, ahead = 0, {id(self.root), id(module)}, [self.root]
+        while ahead:
+            holder = ahead.pop()
+            if isinstance(holder, torch.jit.ScriptModule):
+                continue
+            held: Iterable[nn.Module | None] = holder._modules.values()  # a wrapper has what it wraps for a child
+            if graft_of(holder) is not None or isinstance(holder, GraphModule):
+                held = [child(holder, name) for name in children(holder)]
+            for one in held:
+                if one is module:
+                    names += 1
+                elif one is not None and id(one) not in seen:
+                    seen.add(id(one))
+                    ahead.append(one)
+        return names > 1
 
     def at(self, path: str) -> nn.Module | None:
         """The module at a path, or None."""

@@ -1,6 +1,5 @@
 """Objects that wrap a model: seen through where the model inside can be operated on live, refused where it cannot."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,12 +62,14 @@ def owns_parameters(model: nn.Module) -> str | None:
     return "fully_shard (FSDP2)" if any(is_fsdp2(child) for child in module.modules()) else None
 
 
-def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def walk(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every module under every name it has, wrappers left out of the names, in registration order.
 
     ``nn.Module.named_modules`` would show a compiled child as ``layer3._orig_mod``; here it is ``layer3``.
     """
-    yield from _walk("", root, ())
+    found: list[tuple[str, nn.Module]] = []
+    _walk("", root, set(), found)
+    return found
 
 
 def child(module: nn.Module, name: str) -> nn.Module | None:
@@ -84,18 +85,20 @@ def child(module: nn.Module, name: str) -> nn.Module | None:
 def children(module: nn.Module) -> list[str]:
     """The names of the children as the user knows them: without the operators."""
     hidden = _operators_of(module)
-    return [name for name in module._modules if name not in hidden]
+    return [name for name in module._modules if name not in hidden] if hidden else list(module._modules)
 
 
-def _walk(path: str, module: nn.Module, above: tuple[int, ...]) -> Iterator[tuple[str, nn.Module]]:
-    yield path, module
-    above = (*above, id(module))
+def _walk(path: str, module: nn.Module, above: set[int], found: list[tuple[str, nn.Module]]) -> None:
+    found.append((path, module))
     if isinstance(module, torch.jit.ScriptModule):
         return
+    above.add(id(module))
+    prefix = f"{path}." if path else ""
     for name in children(module):
-        found = child(module, name)
-        if found is not None and id(found) not in above:
-            yield from _walk(f"{path}.{name}" if path else name, found, above)
+        inner = child(module, name)
+        if inner is not None and id(inner) not in above:
+            _walk(prefix + name, inner, above, found)
+    above.remove(id(module))
 
 
 def _operators_of(module: nn.Module) -> frozenset[str]:

@@ -16,7 +16,7 @@ from torch import nn
 from ..errors import CaptureError
 from .names import Names
 from .scan import Scanner
-from .source import Function, parse, unwrap
+from .source import Function, parse, passes_on, unwrap
 from .unit import Unit
 
 # Their functions are ops to whoever reads a forward, not parts of it.
@@ -106,8 +106,11 @@ class Anatomy:
                 f"asked for an op inside {inner.__qualname__} ({parsed.where(parsed.tree)}); it takes no `self`. "
                 "Operate at the module boundary instead: on its output."
             )
+        names = Names(inner, parsed.tree, self_name)
+        if self.units and (names.rebinds_self() or not all(passes_on(wrapper, is_helper) for wrapper in wrappers)):
+            raise CaptureError(f"{inner.__qualname__} cannot be handed a counter: to whoever calls it, it is one op.")
         key = name if public else f"_gs_{name.strip('<>')}_{len(self.units)}"
-        unit = Unit(key, public, is_helper, function, wrappers, parsed, Names(inner, parsed.tree, self_name))
+        unit = Unit(key, public, is_helper, function, wrappers, parsed, names)
         self.units[id(function), public] = unit
         Scanner(self, unit).run()
         return unit

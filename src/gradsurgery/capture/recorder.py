@@ -18,9 +18,7 @@ from ..errors import CaptureError
 from .anatomy import Anatomy, anatomy
 from .flow import Site
 from .rewrite import Orders, write
-from .runtime import holds_tensor, name_of
-from .source import accepts
-from .unit import Unit
+from .runtime import holds_tensor, name_of, shown_as
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Recorder:
         """Nothing is checked at the end of a call."""
 
     def carry(self, function: Callable[..., Any], events: list[Event]) -> Callable[..., Any]:
-        return functools.partial(function, _gs_count=events)
+        return shown_as(function, functools.partial(function, _gs_count=events))
 
     def carried(self, events: list[Event]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return lambda function: functools.wraps(function)(self.carry(function, events))
@@ -109,33 +107,21 @@ def attach(module: nn.Module) -> Recorder:
     recorder, namespace = _recording(body)
     module.__dict__.pop("forward", None)
     cls: Any = type(module)
-    object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), dict(namespace)))
+    # Under its own name in full: transformers looks up by it which outputs a model records.
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), {**namespace, **named}))
     return recorder
 
 
 @functools.lru_cache(maxsize=1024)
 def _recording(body: Anatomy) -> tuple[Recorder, dict[str, Callable[..., Any]]]:
     orders, sites = Orders(), list[Site]()
-    closed = _closed(body)
-    for unit in body.units.values():
-        for site in () if unit in closed else unit.sites.values():
+    for unit in () if body.root.names.rebinds_self() else body.units.values():
+        for site in unit.sites.values():
             orders.slots[unit, site.node] = [len(sites)]
             sites.append(site)
     orders.plan = recorder = Recorder(sites)
     return recorder, write(body, orders)
-
-
-def _closed(body: Anatomy) -> set[Unit]:
-    """The functions that no counter can be passed to, and those that only they may lead to."""
-    closed = {
-        unit
-        for unit in body.units.values()
-        if unit.names.rebinds_self()
-        or (unit is not body.root and not all(accepts(wrapper, "_gs_count") for wrapper in unit.wrappers))
-    }
-    while more := {reach.unit for unit in closed for reach in unit.reaches.values()} - closed:
-        closed |= more
-    return closed
 
 
 def check_instance(module: nn.Module, body: Anatomy) -> None:

@@ -16,7 +16,7 @@ from .edit import Counting, Editor, inner_key
 from .flow import Site, count
 from .meeting import ALL, Slot
 from .runtime import Plan
-from .source import accepts, rebuild, recompile
+from .source import passes_on, rebuild, recompile
 from .unit import Unit
 
 __all__ = ["ALL", "EdgeEdit", "OpEdit", "rewrite"]
@@ -179,7 +179,7 @@ def _function(
 ) -> Callable[..., Any]:
     key = inner_key(unit) if counting == "inner" else unit.key
     if counting == "inner":
-        refusing = [w for w in unit.wrappers if not accepts(w, "_gs_count")]
+        refusing = [wrapper for wrapper in unit.wrappers if not passes_on(wrapper, False)]
         if refusing:
             raise CaptureError(
                 f"asked for an op inside {unit.title} that has to be counted as it runs; its decorator takes no "

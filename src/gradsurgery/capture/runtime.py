@@ -6,6 +6,7 @@ on the module, so threads, recursion and replicas cannot count for each other.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,19 @@ def name_of(owner: nn.Module, callee: Any, site: Site) -> str | None:
         return site.tail
     name = getattr(callee, "__name__", None)
     return (site.prefix or name) if name and not isinstance(callee, type) else None
+
+
+def shown_as(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the signature that ``function`` had before it counted: some callers count its parameters."""
+    if not torch.compiler.is_compiling():
+        run.__signature__ = _written(function)  # type: ignore[attr-defined]
+    return run
+
+
+def _written(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    kept = [parameter for name, parameter in signature.parameters.items() if name != "_gs_count"]
+    return signature.replace(parameters=kept)
 
 
 def _mode(owner: nn.Module) -> str:
@@ -220,7 +234,7 @@ class Plan(Meeting):
             started.append((backward, list(counts)))
             return function(*args, **kwargs, _gs_count=counts)
 
-        return run
+        return shown_as(function, run)
 
     def carried(self, counts: list[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """A decorator for the functions inside a forward, which may be handed over like any other."""

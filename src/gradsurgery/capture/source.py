@@ -135,10 +135,18 @@ def rebuild(wrappers: list[Function], old: Function, new: Function) -> Function:
     return new
 
 
-def accepts(function: Callable[..., Any], keyword: str) -> bool:
-    """Whether a wrapper passes a keyword on that its function did not have."""
-    parameters = inspect.signature(function, follow_wrapped=False).parameters
-    return keyword in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def passes_on(wrapper: Callable[..., Any], module_too: bool) -> bool:
+    """Whether a wrapper hands on what its function did not take before: a counter, and in a helper the module.
+
+    One that makes another dict of its keywords may not: transformers drops those that a kernel does not know.
+    """
+    parameters = inspect.signature(wrapper, follow_wrapped=False).parameters.values()
+    taken = {parameter.kind: parameter.name for parameter in parameters}
+    rest = taken.get(inspect.Parameter.VAR_KEYWORD)
+    rebound = {step.argval for step in dis.get_instructions(wrapper) if step.opname.startswith("STORE_")}
+    if module_too and inspect.Parameter.VAR_POSITIONAL not in taken:
+        return False
+    return rest is not None and rest not in rebound
 
 
 def _no_source(name: str, function: Function, reason: str) -> CaptureError:

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from ..errors import CaptureError
 
-__all__ = ["note_version", "refuse_other_version", "version"]
+__all__ = ["is_changed", "note_version", "refuse_other_version", "version"]
+
+_changed: dict[str, bool] = {}
+"""What Dynamo found of each key as it last traced: compiled code is guarded by it."""
 
 
 def version(value: Any) -> int:
@@ -27,6 +30,24 @@ def note_version(value: Any, key: str) -> None:
         from torch._dynamo.comptime import comptime
 
         comptime(_note)
+
+
+def is_changed(value: Tensor, key: str, before: int) -> bool:
+    """Whether a tensor was changed since its version ``before`` was read and, under Dynamo, noted.
+
+    Yes where that cannot be told: where a graph break lies between, and of inference tensors.
+
+    Args:
+        value: the tensor.
+        key: what it was noted under, of this one place in this one model.
+        before: the version at that time.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(_tell)
+        return _changed[key]
+    return value.is_inference() or value._version != before
 
 
 def refuse_other_version(value: Any, key: str, message: str, broken: str = "") -> None:
@@ -53,6 +74,11 @@ def _note(context: Any) -> None:
     if not hasattr(fake, "_gs_versions"):
         fake._gs_versions = {}
     fake._gs_versions[key] = fake._version
+
+
+def _tell(context: Any) -> None:
+    fake, key = _read(context)
+    _changed[key] = getattr(fake, "_gs_versions", {}).get(key) != fake._version
 
 
 def _compare(context: Any) -> None:

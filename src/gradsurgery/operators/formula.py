@@ -25,6 +25,7 @@ from .coefficient import name_of
 from .shape import refuse_other_shape
 
 __all__ = [
+    "copied",
     "exact_copy",
     "is_differentiable",
     "private_copy",
@@ -249,6 +250,15 @@ def private_copy(x: Tensor) -> Tensor:
     if is_recorded_transform():
         return exact_copy(x.detach())
     return _recorded(stopped_by_formula, x)
+
+
+def copied(x: Tensor) -> Tensor:
+    """The value and the gradient of ``x`` in memory of its own: what follows in place does not reach it."""
+    if not is_observed():
+        return _Replaced.apply(x, x.detach()) if is_differentiable(x) and _takes_functions(x) else x.clone()
+    if torch.onnx.is_in_onnx_export():
+        return x.clone()
+    return _recorded(replaced_by_formula, x, x) if is_differentiable(x) else x.clone()
 
 
 def stopped(x: Tensor) -> Tensor:

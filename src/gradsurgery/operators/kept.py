@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import constant_to_dynamo
 from ..errors import OperatorError
 from .formula import exact_copy
 from .shape import refuse_other_shape
@@ -25,7 +26,7 @@ GradientFunction = Callable[[Tensor], Tensor]
 _FUNCTIONS: dict[str, GradientFunction] = {}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_to_dynamo
 def kept_name(fn: GradientFunction) -> str | None:
     """The name under which a graph can hold ``fn``, from now on known here; None where it has none.
 

@@ -1,0 +1,1 @@
+"""Every model of timm, torchvision, transformers and segmentation_models_pytorch, against hand-written references."""

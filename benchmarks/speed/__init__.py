@@ -1,0 +1,1 @@
+"""What the package costs, side by side with its peers: ``python -m benchmarks.speed``."""

@@ -1,0 +1,68 @@
+"""CPU time of several acts that take turns, and the ratio of two of them with its spread.
+
+CPU time, since the machine may be shared: a process that waits for its turn does not age. One thread, so that the time
+of the process is that of the work. The acts take turns, so that what slows the machine for a while slows all alike.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+Act = Callable[[], object]
+Times = dict[str, list[float]]
+
+
+def seconds(act: Act, repeats: int = 1) -> float:
+    """CPU seconds of one call, the mean of several in a row."""
+    start = time.process_time()
+    for _ in range(repeats):
+        act()
+    return (time.process_time() - start) / repeats
+
+
+def in_turns(acts: Mapping[str, Act], rounds: int, repeats: int = 1, warm: int = 1) -> Times:
+    """The times of every act, one of each in a round; which one begins changes from round to round."""
+    for act in acts.values():
+        for _ in range(warm):
+            act()
+    times: Times = {name: [] for name in acts}
+    names = list(acts)
+    for index in range(rounds):
+        for k in range(len(names)):
+            name = names[(index + k) % len(names)]
+            times[name].append(seconds(acts[name], repeats))
+    return times
+
+
+def ratio(times: Times, of: str, to: str, draws: int = 2000) -> dict[str, float]:
+    """The ratio of two medians and its 95% interval, by bootstrap over the rounds."""
+    pairs = list(zip(times[of], times[to], strict=True))
+    draw = random.Random(0)
+
+    def medians(sample: list[tuple[float, float]]) -> float:
+        return statistics.median(a for a, _ in sample) / statistics.median(b for _, b in sample)
+
+    drawn = sorted(medians(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return {"ratio": medians(pairs), "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}
+
+
+def memory(act: Act) -> tuple[int, int]:
+    """Bytes of torch's allocator in an act, beyond those at its start: the most at once, and those left at its end."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = act()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    del result
+    return most, now
+
+
+def one_thread() -> None:
+    """One thread for torch and for the code that it compiles."""
+    torch.set_num_threads(1)

@@ -1,0 +1,70 @@
+"""An operator without a copy: the memory of a value that nobody else can read is handed on.
+
+A copy is there for whoever still reads the value: an in-place neighbour would change it under him, and on a bare alias
+his gradient would be silently wrong. Where nobody does, nothing is to be kept. The one reference to the value is in the
+hands of whoever operates on it and dies with it; what comes out takes its place, in the graph and in memory. It shares
+the version counter too, so a change in place of what autograd has saved raises as in the untouched model.
+
+That nobody does is counted, not assumed:
+
+* the references to the Python object: any variable, container, closure, hook or running frame that holds it counts;
+* the references to the tensor itself: its views have it for a base, and a graph that saved it has it, so both count;
+* a view is never handed on, since its base can be read, and neither is a leaf, since its gradient can.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.overrides import has_torch_function_unary
+
+from .._torch import is_held_once, is_observed
+from .formula import is_differentiable
+from .modules import GradientReversal, ScaleGradient, StopGradient
+
+__all__ = ["COUNTS", "hands_on", "moved"]
+
+COUNTS = sys.implementation.name == "cpython" and sys.version_info < (3, 13)
+"""Whether each variable of a running function is a reference that counts; later versions of Python may borrow."""
+
+
+def hands_on(operator: type[nn.Module]) -> bool:
+    """Whether operators of exactly this type can do without a copy."""
+    return operator in (GradientReversal, ScaleGradient, StopGradient)
+
+
+def moved(operator: nn.Module, x: Any) -> Tensor | None:
+    """What the operator makes of ``x`` in the memory of ``x``; None where it cannot be proven that nobody reads ``x``.
+
+    Args:
+        operator: the live operator; of a type that does not ``hands_on`` gives None.
+        x: the value at a place, of which its caller has counted every reference, and keeps none.
+    """
+    if not COUNTS or type(x) is not Tensor or not is_differentiable(x):
+        return None
+    if not x.requires_grad or not torch.is_grad_enabled() or x.is_leaf or x._is_view() or not is_held_once(x):
+        return None
+    if x.layout is not torch.strided or x.is_nested or has_torch_function_unary(x) or is_observed():
+        return None
+    # By the very type: one of another may stand in its place for a while, and a subclass may do something else.
+    if type(operator) is GradientReversal:
+        return _Moved.apply(x, -operator.lambd)
+    if type(operator) is ScaleGradient:
+        return _Moved.apply(x, operator.scale)
+    return x.detach() if type(operator) is StopGradient else None
+
+
+class _Moved(Function):
+    """See ``formula._Scaled``. An alias by ``detach`` and no view: a view could not be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.set_materialize_grads(False)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return None if grad is None else grad * ctx.factor, None
