@@ -26,7 +26,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", ["script, train", "script, eval", "trace"])
+@pytest.mark.parametrize("form", ["script, train", "trace"])
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of vit and swin, which look at sizes
 def test_timm(name: str, form: str) -> None:
     at, size = MODELS[name]
     torch.manual_seed(0)
@@ -34,12 +35,13 @@ def test_timm(name: str, form: str) -> None:
     x = torch.randn(2, 3, size, size)
     state = {key: value.clone() for key, value in eager.state_dict().items()}
     convert = torch.jit.script if form != "trace" else lambda m: torch.jit.trace(m, x, check_trace=False)
-    plain, model = convert(eager), gs.insert_grl(convert(eager), at, 0.5)
+    model = gs.insert_grl(convert(eager), at, 0.5)
     due, gradients = step(hooked(eager, [at]), x)
     eager.load_state_dict(state)
     untouched = step(eager, x)[1]
     own_rounding = 0
     for one in (model, saved(model)):
+        plain = saved(convert(eager))  # two scripts of one class share their code, which has been optimised then
         for _ in range(3):
             plain.load_state_dict(state, strict=False)  # a BatchNorm has moved its statistics
             one.load_state_dict(state, strict=False)
@@ -53,7 +55,6 @@ def test_timm(name: str, form: str) -> None:
                     own_rounding += 1
                     factor = next(f for f in (1.0, -0.5) if torch.equal(gradient, untouched[key] * f))
                     assert torch.equal(there[key], as_compiled[key] * factor), key
-        plain = convert(eager)  # which has not been run, as what was saved
     assert own_rounding == 0 or name == "efficientnet_b0"
 
 
