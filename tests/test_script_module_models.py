@@ -36,7 +36,7 @@ def test_timm(name: str, form: str) -> None:
     state = {key: value.clone() for key, value in eager.state_dict().items()}
     convert = torch.jit.script if form != "trace" else lambda m: torch.jit.trace(m, x, check_trace=False)
     model = gs.insert_grl(convert(eager), at, 0.5)
-    due, gradients = step(hooked(eager, [at]), x)
+    _, gradients = step(hooked(eager, [at]), x)
     eager.load_state_dict(state)
     untouched = step(eager, x)[1]
     own_rounding = 0
@@ -45,17 +45,18 @@ def test_timm(name: str, form: str) -> None:
         for _ in range(3):
             plain.load_state_dict(state, strict=False)  # a BatchNorm has moved its statistics
             one.load_state_dict(state, strict=False)
-            as_compiled = step(plain, x)[1]
+            unoperated, as_compiled = step(plain, x)
             out, there = step(one, x)
-            assert torch.equal(out[0], due[0])
+            assert torch.equal(out[0], unoperated[0])
             for key, gradient in gradients.items():
                 if torch.equal(as_compiled[key], untouched[key]):
                     assert torch.equal(there[key], gradient), key
-                else:  # TorchScript has derivatives of its own for some ops: here the untouched file differs already
+                else:  # optimised, TorchScript derives some ops otherwise, and draws for a drop path otherwise: so does
+                    # the untouched file
                     own_rounding += 1
                     factor = next(f for f in (1.0, -0.5) if torch.equal(gradient, untouched[key] * f))
                     assert torch.equal(there[key], as_compiled[key] * factor), key
-    assert own_rounding == 0 or name == "efficientnet_b0"
+    assert own_rounding == 0 or name.startswith(("efficientnet", "swin"))
 
 
 def test_the_file_that_silero_vad_ships() -> None:
