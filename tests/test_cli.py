@@ -179,6 +179,35 @@ def test_convert_to_torchscript() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.usefixtures("scripting")
+def test_a_script_is_operated_on_and_written_again() -> None:
+    done("convert", "factories:Net", "--to", "torchscript", "-o", "net.pt", *SMALL)
+    assert [row["address"] for row in as_json("sites", "net.pt", "b*")] == ["body"]
+    found = as_json("audit", "net.pt", "--grl", "body=0.5", *SMALL)
+    rows = {row["parameter"]: (row["effect"], row["factor"]) for row in found["parameters"]}
+    assert rows["body.weight"] == rows["stem.weight"] == ("reversed", -0.5)
+    assert rows["head.weight"] == ("unchanged", 1.0)
+    assert found["forward_identical"] is True
+    assert "verified alone" in refused("audit", "net.pt", "--grl", "body", "--verify", *SMALL)
+    stopped = as_json("audit", "net.pt", "--stop", "body", *SMALL)
+    assert stopped["blocked"] == ["stem.weight", "stem.bias", "body.weight", "body.bias"]
+    shown = done("show", "net.pt", "--grl", "body=0.5").splitlines()
+    assert [line.strip() for line in shown if "<==" in line] == [
+        "body = self.body  <== output: GradientReversal(lambd=0.5)"
+    ]
+    out = done("convert", "net.pt", "--grl", "body=0.5", "--to", "torchscript", "-o", "operated.pt", *SMALL)
+    assert "a script already" in out
+    assert "gradients of 6 parameters, in each of 3 runs: exact" in out
+    plain, operated, x = torch.jit.load("net.pt"), torch.jit.load("operated.pt"), torch.randn(2, 3, 8, 8)
+    for one in (plain, operated):
+        one(x).square().sum().backward()
+    grads = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in operated.named_parameters():
+        assert torch.equal(p.grad, grads[name] * (1.0 if name.startswith("head") else -0.5))
+    assert "no TorchScript" in refused("convert", "net.pt", "--to", "exported", "-o", "net.pt2", *SMALL)
+    assert "no such module" in refused("show", "net.pt", "tail")
+
+
 def test_convert_to_the_other_formats() -> None:
     found = as_json("convert", "factories:Net", "--grl", "body", "--to", "exported", "-o", "net.pt2", *SMALL)
     assert (found["format"], found["path"]) == ("exported", "net.pt2")
@@ -281,6 +310,7 @@ def test_a_recipe_is_applied_first() -> None:
         (("factories:net", "--input", "2x3xax8"), "is no shape"),
         (("factories:net", "--input", "2x3x8x8:float99"), "is no shape"),
         (("factories:net", "--input", ""), "is no shape"),
+        (("factories:net", "--input", "999999999x999999999"), "cannot be made"),
         (("factories:net", "--input", "2x5x8x8"), "Give inputs that the model takes"),
         (("resnet18", "--grl", "layer33"), "has no module 'layer33'"),
         (("factories:net", "--grl", "stem=-1"), "negative"),

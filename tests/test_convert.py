@@ -1,6 +1,7 @@
 """Conversion: what is written computes and trains as the model does, what would not is not written."""
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
@@ -216,11 +217,34 @@ def test_for_inference_only_what_acts_on_values_is_left(tmp_path: Path, capsys: 
     assert "detach" not in str(program.graph)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+def test_a_parameter_of_two_names_is_one() -> None:
+    """What torch.export.load returns has two in its place, which share memory and not their gradient."""
+    model, x = gs.insert_grl(Tied(), "a", 0.5), torch.randn(2, 4)
+    made = gs.to_torchscript(model, example=x)
+    assert_same(gradients(made, x), gradients(model, x))
+    with pytest.raises(
+        gs.VerificationError, match=r"a.weight: one parameter has become 2, a.weight and b.weight, which"
+    ):
+        gs.to_exported(model, x)
+    gs.to_exported(model, x, for_inference=True)
+
+
 def test_heads_are_converted_too() -> None:
     def with_head() -> nn.Module:
         model = net()
         head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
-        return gs.attach_head(model, "stem", head, operator=gs.GradientReversal(0.5), name="domain")
+        # Two gradients meet there, whose sum is the same in either order; of three it would not be.
+        return gs.attach_head(model, "body", head, operator=gs.GradientReversal(0.5), name="domain")
 
     def loss(model: nn.Module) -> dict[str, Tensor | None]:
         y, heads = model(X)
@@ -305,6 +329,18 @@ def test_where_something_is_already_nothing_is_written(convert: Callable[..., An
         convert(operated(), path=tmp_path / "folder.pt2", example=X, force=True)
     with pytest.raises(gs.SurgeryError, match="there is no directory"):
         convert(operated(), path=tmp_path / "none" / "net.pt2", example=X)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with a name, nor links for everyone")
+def test_what_is_no_ordinary_file_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(gs.SurgeryError, match="is no ordinary file"):
+        gs.to_torchscript(operated(), tmp_path / "pipe.pt", X, force=True)
+    (tmp_path / "real.pt").write_text("mine")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "real.pt")
+    gs.to_torchscript(operated(), tmp_path / "link.pt", X, force=True)
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "real.pt").read_bytes().startswith(b"PK")
 
 
 def test_export_needs_its_ending(tmp_path: Path) -> None:

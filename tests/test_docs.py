@@ -44,5 +44,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_on_the_index() -> None:
-    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (ROOT / "docs" / "index.md").read_text())
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"index.md"} == set(listed)
+    docs = ROOT / "docs"
+    listed = re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text())
+    pages = {page.relative_to(docs).as_posix() for kind in ("*.md", "examples/*.md") for page in docs.glob(kind)}
+    assert pages - {"index.md"} == set(listed)

@@ -357,7 +357,9 @@ def test_a_part_of_a_python_model_is_operated_on_by_itself() -> None:
     with gs.disabled(model):
         same(model, plain)
     with pytest.raises(gs.SurgeryError, match="TorchScript has compiled"):
-        gs.audit(model, X)
+        gs.verify(model, X)
+    rows = {row.parameter: row.factor for row in gs.audit(model, X).rows}
+    assert (rows["0.weight"], rows["1.head.weight"]) == (-0.5, 1.0)
     gs.insert_grl(model, "0")
     gs.remove(model)
     assert not gs.operations(model)

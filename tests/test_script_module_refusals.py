@@ -165,8 +165,7 @@ REFUSALS: dict[str, tuple[type[gs.SurgeryError], Any, str]] = {
     "side": (gs.SurgeryError, grl(script, "stem", side="x"), "side='x'"),
     "head": (gs.SurgeryError, lambda: gs.attach_head(script(), "stem", gs.DomainHead()), "a head was asked for"),
     "graph": (gs.SurgeryError, lambda: gs.graph(script(), "stem"), "the graph of a place"),
-    "audit": (gs.SurgeryError, lambda: gs.audit(gs.insert_grl(script(), "stem"), X), "gs.disabled"),
-    "verify": (gs.SurgeryError, lambda: gs.verify(gs.insert_grl(script(), "stem"), X), "gs.disabled"),
+    "verify": (gs.SurgeryError, lambda: gs.verify(gs.insert_grl(script(), "stem"), X), "gs.audit"),
     "nothing to remove": (gs.AddressError, lambda: gs.remove(script()), "nothing was inserted in this model"),
     "nothing to remove there": (
         gs.AddressError,

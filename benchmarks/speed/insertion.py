@@ -109,7 +109,7 @@ def network(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(*[Unit() for _ in range(size)]) for size in sizes])
 
 
-def growth(rounds: int = 5, units: int = 333, larger: int = 10) -> Iterator[dict[str, Any]]:
+def growth(rounds: int = 4, units: int = 333, larger: int = 10) -> Iterator[dict[str, Any]]:
     """How insertion grows with the places and with the modules, and 100 places by one glob against one extractor."""
     net, large = network(1, 10, 100, units - 111), network(1, 10, 100, larger * units - 111)
     usual, few, huge = Insertions(net), Insertions(net, 2), Insertions(large, 2)

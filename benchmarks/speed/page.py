@@ -35,8 +35,8 @@ def page(run: dict[str, Any]) -> str:
         ("Why there is a copy, and where there is none", None),
     ):
         text += ["", f"## {title}", "", sections[title]]
-        if table is not None and (lines := table(rows)):
-            text += ["", *lines]
+        if table is not None:
+            text += ["", *(table(rows) or ["Not measured in this run."])]
     return "\n".join(text) + "\n"
 
 

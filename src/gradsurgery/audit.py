@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ._torch import without_wrappers
@@ -11,11 +12,13 @@ from .compare import SHARES, Rounding, difference
 from .effects import products, rows_of
 from .errors import AddressError, OperatorError
 from .measure import Bench, Loss, Step
+from .place import Place
 from .progress import Progress
 from .report import Audit, Check, Inserted
+from .scripted.place import walk_compiled
 from .stand_in import Counter, Held, factor_set, held_places, replaced, runs_kept, switched_off
 from .tables import one_line
-from .wrappers import bare, refuse_compiled, walk
+from .wrappers import bare, walk
 
 __all__ = ["Measured", "audit", "measure"]
 
@@ -93,6 +96,8 @@ class Measured:
                 "half the loss does not give exactly half the gradient (several threads, or a kernel that adds in any "
                 "order), so gradients are compared up to rounding only"
             )
+        if any(not isinstance(held.place, Place) for held in self.places):
+            notes.append("whether an operator in TorchScript has run is not counted")
         if self.model is not self.bench.root:
             notes.append("the model inside the wrapper was run; compiled or distributed code was not")
         return notes
@@ -100,6 +105,8 @@ class Measured:
     def _owned(self) -> list[str]:
         """The parameters that the operators have brought along."""
         there = {id(p) for _, module in walk(self.bench.root) for p in _parameters(module)}
+        compiled = [m for _, m in walk(self.bench.root) if isinstance(m, torch.jit.ScriptModule)]
+        there |= {id(p) for root in compiled for _, module in walk_compiled(root) for p in _parameters(module)}
         return [name for name, p in self.bench.parameters.items() if id(p) not in there]
 
     def _names_in_order(self, own: list[str]) -> list[str]:
@@ -123,17 +130,19 @@ class Measured:
 
 
 def measure(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None, progress: Progress
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    progress: Progress,
+    alone: bool = False,
 ) -> Measured:
-    """Run a model without its operators, as often as it takes to know how it rounds, and with them."""
-    root = bare(model)
-    refuse_compiled(
-        root,
-        "what reaches each parameter",
-        "Compare a step inside of gs.disabled(model) with one outside, or measure the nn.Module, then convert it.",
-    )
-    bench = Bench(root, args, kwargs, loss)
-    places = held_places(bench.root)
+    """Run a model without its operators, as often as it takes to know how it rounds, and with them.
+
+    ``alone`` refuses operators that cannot be measured one by one later.
+    """
+    bench = Bench(bare(model), args, kwargs, loss)
+    places = held_places(bench.root, alone)
     if not places:
         raise AddressError(
             "the effect of the operators was asked for, and nothing was inserted in this model (operators that were "
@@ -146,7 +155,7 @@ def measure(
         progress.step()
         return done
 
-    counters = {id(held.place): Counter(held.operator) for held in places}
+    counters = {id(held.place): Counter(held.operator) for held in places if isinstance(held.place, Place)}
     with runs_kept(bench.root):
         with switched_off(bench.root, places):
             plain = counted(bench.step)
@@ -154,7 +163,7 @@ def measure(
             shaken = [counted(lambda share=share: bench.step(share)) for share in SHARES]  # type: ignore[misc]
         with replaced(places, dict(counters)):
             operated = counted(bench.step)
-    idle = [held for held in places if not counters[id(held.place)].log.calls]
+    idle = [held for held in places if id(held.place) in counters and not counters[id(held.place)].log.calls]
     return Measured(model, bench, places, plain, operated, Rounding(plain, shaken), idle)
 
 
@@ -172,4 +181,4 @@ def _refuse_untrained(bench: Bench, plain: Step) -> None:
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None]
+    return list(module.parameters(recurse=False))

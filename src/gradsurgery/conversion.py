@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ._torch import without_wrappers
 from .compare import MARGIN, difference, gap, has, same
 from .errors import VerificationError
 from .example import Arguments
 from .listing import places_of
 from .measure import Bench, Gradients, Step
 from .operators.values import map_tensors
+from .place import Place
 from .progress import Progress
 from .stand_in import runs_kept
 
@@ -90,7 +92,11 @@ class Reference:
 
     def __init__(self, root: nn.Module, arguments: Arguments, gradients: bool, progress: Progress) -> None:
         self.root, self.arguments, self.gradients, self.progress = root, arguments, gradients, progress
-        places = {id(place): (place.where.text(path), place) for path, _, place in places_of(root)}
+        places = {
+            id(place): (place.where.text(path), place)
+            for path, _, place in places_of(root)
+            if isinstance(place, Place) and place.where.kind != "head"
+        }
         before = {key: place.runs for key, (_, place) in places.items()}
         with runs_kept(root):
             self.step = self._step(Bench(root, *arguments, None))
@@ -132,8 +138,19 @@ class Reference:
 
     def _backward(self, gradients: Gradients) -> Compared:
         exact, rounded, wrong = 0, 0, []
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(without_wrappers(name))
+        tied = {aliases[0]: aliases for aliases in names.values()}
         for name, due in self.step.gradients.items():
-            there = gradients.get(name)
+            # A parameter with two names may be listed under the other one; as two parameters it would train apart.
+            listed = [alias for alias in tied[name] if alias in gradients]
+            if len(listed) > 1:
+                wrong.append(
+                    f"{name}: one parameter has become {len(listed)}, {' and '.join(listed)}, which train apart"
+                )
+                continue
+            there = gradients[listed[0]] if listed else None
             if due is None or there is None:
                 if due is not there:
                     wrong.append(f"{name}: {'none, where some was' if there is None else 'some, where none was'} due")

@@ -169,7 +169,7 @@ def torchscript(
             reference = Reference(root, arguments, not for_inference, progress)
             checks, notes = reference.hold(loaded, SCRIPT_RUNS), _idle(reference)
             loaded = _loaded_script(buffer)  # the runs may have changed it
-    if how != "scripted":
+    if how.startswith("traced"):
         notes.append("a trace has the branches, shapes and mode of the example, and ignores train() and eval()")
     if decisions:
         notes.append(f"{decisions} values of the example became constants of the trace")
@@ -186,6 +186,7 @@ def exported(
     **options: Any,
 ) -> Conversion:
     """:func:`to_exported`, with the report instead of the print."""
+    refuse_compiled(bare(model), "an export", "torch.export takes no TorchScript; to_torchscript writes it.")
     root, arguments = _checked(model, path, force, for_inference), _needed(example, "torch.export")
     if path is not None and Path(path).suffix != ".pt2":
         raise SurgeryError(f"path={os.fspath(path)!r} was asked for. torch.export loads a file that ends in '.pt2'.")
@@ -228,7 +229,8 @@ def onnx(
 def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference: bool) -> nn.Module:
     """The bare model to convert: itself, or for inference a twin without what acts on the gradient alone."""
     root = bare(model)
-    refuse_compiled(root, "a conversion", "It is TorchScript already: model.save(path) writes it, operators included.")
+    if for_inference:
+        refuse_compiled(root, "a conversion for inference", "Leave its operators out: gs.remove(model), model.eval().")
     refuse_lost(root)
     if path is not None:
         refuse_existing(path, force)
@@ -253,8 +255,9 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
 def refuse_existing(path: PathLike, force: bool) -> None:
     """Refuse to write where there is something already, or where nothing can be."""
     asked = Path(path)
-    if asked.is_dir():
-        raise SurgeryError(f"{str(asked)!r} was to be written, and is a directory. Give the name of a file.")
+    if asked.exists() and not asked.is_file():
+        what = "a directory" if asked.is_dir() else "no ordinary file"
+        raise SurgeryError(f"{str(asked)!r} was to be written, and is {what}. Give the name of a file.")
     if not asked.parent.is_dir():
         raise SurgeryError(f"{str(asked)!r} was to be written, and there is no directory {str(asked.parent)!r}.")
     if asked.exists() and not force:
@@ -267,10 +270,11 @@ def refuse_existing(path: PathLike, force: bool) -> None:
 def _written(conversion: Conversion, path: PathLike | None, force: bool) -> Conversion:
     if path is not None:
         refuse_existing(path, force)  # it took a while
-        part = Path(f"{os.fspath(path)}.part")
+        target = Path(path).resolve()  # what a link leads to, and not the link
+        part = target.with_name(f"{target.name}.part")
         try:
             part.write_bytes(conversion.content)
-            part.replace(path)
+            part.replace(target)
         except OSError as error:
             part.unlink(missing_ok=True)
             raise SurgeryError(f"{os.fspath(path)!r} could not be written: {error}.") from error
@@ -279,6 +283,8 @@ def _written(conversion: Conversion, path: PathLike | None, force: bool) -> Conv
 
 
 def _scripted_or_traced(root: nn.Module, arguments: Arguments | None) -> tuple[str, torch.jit.ScriptModule]:
+    if isinstance(root, torch.jit.ScriptModule):
+        return "a script already", root
     try:
         return "scripted", torch.jit.script(root)
     except Exception as error:  # of many kinds, one for each thing that TorchScript does not know

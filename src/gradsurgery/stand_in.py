@@ -27,6 +27,7 @@ from .operators.values import map_tensors
 from .place import Place
 from .review import disabled
 from .scripted.place import CompiledPlace
+from .scripted.surgery import switched_off_compiled
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
 
@@ -50,25 +51,29 @@ class Held:
     address: str
     side: str
     module: nn.Module
-    place: Place
+    place: Place | CompiledPlace
     operator: nn.Module
 
     def __str__(self) -> str:
         return f"{textwrap.shorten(one_line(self.operator), 100, placeholder=' ...')} at {self.address!r}"
 
 
-def held_places(root: nn.Module) -> list[Held]:
-    """Every operator of a model once, also where a module has two names; the operator of a head is where it runs."""
+def held_places(root: nn.Module, alone: bool = True) -> list[Held]:
+    """Every operator of a model once, also where a module has two names; the operator of a head is where it runs.
+
+    Raises:
+        SurgeryError: where each is to be measured ``alone``, and TorchScript has compiled one in.
+    """
     found: dict[int, Held] = {}
     for path, module, place in places_of(root):
         if isinstance(place, HeadPlace):
             if place.branch is not None:
                 found.setdefault(id(place), Held(place.tap.address, "head", module, place, place.branch))
-        elif isinstance(place, CompiledPlace):
+        elif isinstance(place, CompiledPlace) and alone:
             raise SurgeryError(
-                f"what reaches each parameter was asked for, and the operator at {place.where.text(path)!r} is in a "
-                "part of the model that TorchScript has compiled, where no other can be put in its place. Compare a "
-                "step inside of gs.disabled(model) with one outside, or measure the nn.Module, then convert it."
+                f"each operator was to be verified alone, and the one at {place.where.text(path)!r} is in a part of "
+                "the model that TorchScript has compiled, where no other can be put in its place. gs.audit(model, ...) "
+                "measures what all of them do together; or verify the nn.Module, then convert it."
             )
         elif not isinstance(place, TapPlace):
             where = place.where
@@ -80,7 +85,13 @@ def held_places(root: nn.Module) -> list[Held]:
 def switched_off(root: nn.Module, places: list[Held]) -> Iterator[None]:
     """Context manager in which no operator acts: the model as it was, but for its heads, which the loss may need."""
     heads = any(isinstance(place, HeadPlace) for _, _, place in places_of(root))
-    with replaced(places, {}) if heads else disabled(root):
+    compiled = [module for module in root.modules() if isinstance(module, torch.jit.ScriptModule)]
+    with contextlib.ExitStack() as stack:
+        if heads:
+            stack.enter_context(replaced(places, {}))
+            stack.enter_context(switched_off_compiled(compiled))
+        else:
+            stack.enter_context(disabled(root))
         yield
 
 
@@ -112,13 +123,14 @@ def runs_kept(root: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced(places: list[Held], stand_ins: dict[int, nn.Module]) -> Iterator[None]:
     """Context manager in which other operators are at the places, by the ``id`` of each, and none at any other."""
+    live = [(held, held.place) for held in places if isinstance(held.place, Place)]
     try:
-        for held in places:
-            held.place.put(held.module, stand_ins.get(id(held.place)) or _Nothing())
+        for held, place in live:
+            place.put(held.module, stand_ins.get(id(place)) or _Nothing())
         yield
     finally:
-        for held in places:
-            held.place.put(held.module, held.operator)
+        for held, place in live:
+            place.put(held.module, held.operator)
 
 
 class _Nothing(nn.Module):

@@ -54,7 +54,7 @@ def verify(model: nn.Module, *args: Any, loss: Loss | None = None, **kwargs: Any
     refuse_lost(bare(model))
     steps = 2 + len(SHARES) + 2 * len(held_places(bare(model)))
     with Progress("verify", steps) as progress:
-        measured = measure(model, args, kwargs, loss, progress)
+        measured = measure(model, args, kwargs, loss, progress, alone=True)
         if measured.idle:
             names = ", ".join(map(str, measured.idle))
             raise VerificationError(

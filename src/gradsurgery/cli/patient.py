@@ -178,6 +178,9 @@ def _random(shape: str) -> Tensor:
             f"--input {shape!r} is no shape. Give sizes and a dtype, such as 2x3x224x224 or 1x128:int64."
         )
     dims = [int(size) for size in sizes.split("x")]
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(dims).to(dtype)
-    return torch.randint(0, 2, dims).to(dtype)
+    try:
+        return (torch.randn(dims) if dtype.is_floating_point or dtype.is_complex else torch.randint(0, 2, dims)).to(
+            dtype
+        )
+    except RuntimeError as error:
+        raise SurgeryError(f"--input {shape!r} cannot be made: {str(error).splitlines()[0]}.") from error

@@ -1,8 +1,10 @@
 """What the terminal and JSON are shown: sites as rows, and a forward line by line with the operators marked."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
@@ -11,6 +13,7 @@ from ..graft import user_class
 from ..graph_module import NodePlace, Stacks, op_name
 from ..listing import LeafTracer
 from ..review import operations, sites
+from ..scripted.place import walk_compiled
 from ..tables import Operation, Site, one_line
 from ..wrappers import bare, children, walk
 
@@ -58,7 +61,10 @@ def graph_lines(model: nn.Module, at: str) -> list[Line]:
     root, path = bare(model), at.partition(":")[0].strip()
     if isinstance(root, GraphModule):
         return _in_graph(root, path)
-    modules, there = dict(walk(root)), list(operations(model))
+    there = list(operations(model))
+    if isinstance(root, torch.jit.ScriptModule):
+        return _in_script(root, path, there)
+    modules = dict(walk(root))
     if path not in modules:
         raise AddressError(f"{at!r} was to be shown, and the model has no module {path!r}; {closest(path, modules)}.")
     owner = modules[path]
@@ -81,6 +87,20 @@ def _in_graph(root: GraphModule, path: str) -> list[Line]:
     for node in (node for call in calls[path].values() for node in call):
         held = root.get_submodule(str(node.target)) if node.op == "call_module" else None
         lines.append(_line(node, (one_line(held.operator),) if isinstance(held, NodePlace) else ()))
+    return lines
+
+
+def _in_script(root: torch.jit.ScriptModule, path: str, there: list[Operation]) -> list[Line]:
+    """What TorchScript prints of a forward, which says what each part of it calls."""
+    modules = dict(walk_compiled(root))
+    if path not in modules:
+        raise AddressError(f"{path!r} was to be shown, and the script has no such module; {closest(path, modules)}.")
+    module = modules[path]
+    lines = [Line(f"{path or 'the model'} ({module.original_name})", _boundary(there, path))]
+    for text in str(module.code).splitlines():
+        called = re.search(r"= self\.(\w+)$", text)
+        child = f"{path}.{called[1]}".removeprefix(".") if called else None
+        lines.append(Line(f"  {text}", _boundary(there, child) if child else ()))
     return lines
 
 

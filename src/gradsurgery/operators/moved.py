@@ -9,11 +9,13 @@ That nobody does is counted, not assumed:
 
 * the references to the Python object: any variable, container, closure, hook or running frame that holds it counts;
 * the references to the tensor itself: its views have it for a base, and a graph that saved it has it, so both count;
+* a weak reference counts too, since whoever has it could make a reference of it;
 * a view is never handed on, since its base can be read, and neither is a leaf, since its gradient can.
 """
 
 import sys
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,9 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
     """
     if not COUNTS or type(x) is not Tensor or not is_differentiable(x):
         return None
-    if not x.requires_grad or not torch.is_grad_enabled() or x.is_leaf or x._is_view() or not is_held_once(x):
+    if not x.requires_grad or not torch.is_grad_enabled() or x.is_leaf or x._is_view():
+        return None
+    if not is_held_once(x) or getweakrefcount(x):
         return None
     if x.layout is not torch.strided or x.is_nested or has_torch_function_unary(x) or is_observed():
         return None
