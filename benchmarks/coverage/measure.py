@@ -21,7 +21,8 @@ Line = dict[str, Any]
 
 def said(error: BaseException, length: int = 200) -> str:
     """An error in one short line."""
-    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:length]
+    said = re.sub(r"\S*/site-packages/", "", f"{type(error).__name__}: {error}")  # where packages lie is of one machine
+    return re.sub(r"\s+", " ", said)[:length]
 
 
 def _begun(trial: Trial, device: str, head: Reading, evaluate: bool) -> tuple[Runner, Plain]:
