@@ -11,6 +11,7 @@ One JSON line per family goes to ``out/heads.jsonl``; the last line printed is t
 
 import argparse
 import copy
+import gc
 import json
 import sys
 import time
@@ -164,6 +165,7 @@ def main() -> int:
     wanted = [family for family in options.families or smallest if family not in lines]
     for family in track(wanted, "families"):
         lines[family] = measured(family, smallest[family])
+        gc.collect()  # a model and what watched it hold each other
         with options.out.open("a") as file:
             file.write(json.dumps(lines[family]) + "\n")
     chosen = [line for family, line in lines.items() if not options.families or family in options.families]

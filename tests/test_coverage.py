@@ -1,11 +1,16 @@
 """A slice of the coverage sweep, and the page that is made from the whole of it."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from benchmarks.coverage.measure import measure
 from benchmarks.coverage.page import committed, failing, page
 from benchmarks.coverage.subjects import subjects
+from benchmarks.coverage.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "coverage.jsonl"
@@ -65,6 +70,28 @@ def test_a_wrong_gradient_is_found(known, monkeypatch):
     assert line["head"] == []
 
 
+@pytest.mark.parametrize(
+    ("seconds", "gigabytes", "why"), [(0.01, 16, "time: over 0.01 s"), (60, 0.001, "memory: over 0.001 GB")]
+)
+def test_a_model_beyond_its_bounds_is_recorded_as_not_run(seconds, gigabytes, why):
+    worker = Worker(seconds, gigabytes)
+    line = worker.measured("timm/test_resnet", 1e6, set(), False, 0)
+    assert line["not run"] == why
+    assert worker.process is None
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "benchmarks.coverage", "--out", str(out), "--only", "timm/test_vit"]
+    out.write_text("".join(json.dumps({"key": f"timm/test_vit{k}", "opened": {}}) + "\n" for k in (2, 3, 4)))
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    assert [line["key"] for line in lines[:3]] == [f"timm/test_vit{k}" for k in (2, 3, 4)]
+    assert {line["key"] for line in lines[3:]} == {"timm/test_vit", "timm/test_vit_relpos"}
+    assert [failing(line) for line in lines[3:]] == [[], []]
+
+
 def test_the_page_is_the_one_that_the_lines_make():
     assert (ROOT / "docs" / "coverage.md").read_text() == page(KEPT)
 
@@ -75,6 +102,6 @@ def test_what_is_not_run_counts_as_nothing(tmp_path):
         {"key": "timm/b", "not run": "time: over 1 s"},
     ]
     kept = tmp_path / "lines.jsonl"
-    kept.write_text(committed(lines, 1e6, ["timm/a", "timm/b", "timm/c"]))
-    assert "| timm | 3 | 1 | 0 | 1 | 1 | 1 of 1 (100.00%) |" in page(kept)
+    kept.write_text(committed(lines, 1e6, {"timm/a": "x", "timm/b": "x", "timm/c": "y"}))
+    assert "| timm | 3 | 1 of 2 | 1 | 0 | 1 | 1 | 1 of 1 (100.00%) |" in page(kept)
     assert "| timm/b | time: over 1 s |" in page(kept)

@@ -18,6 +18,7 @@ X = torch.randn(5, 3, generator=torch.Generator().manual_seed(3))
 FORMS: dict[str, Callable[[nn.Module], fx.GraphModule]] = {
     "fx": fx.symbolic_trace,
     "export": lambda m: torch.export.export(m, (X,)).module(),
+    "export, eval": lambda m: torch.export.export(m.eval(), (X,)).module(),
     "export strict": lambda m: torch.export.export(m, (X,), strict=True).module(),
 }
 each_form = pytest.mark.parametrize("form", FORMS)

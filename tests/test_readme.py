@@ -102,10 +102,20 @@ def test_console_commands_run_as_written(page: str, monkeypatch: pytest.MonkeyPa
     assert len(COMMANDS[page]) >= 4
     for line in COMMANDS[page]:
         prompt, command, *arguments = shlex.split(line)
+        if command == "python":
+            continue  # the examples, which the next test looks at
         assert (prompt, command) == ("$", "gradsurgery")
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, f"{line}\n{result.output}"
         assert result.stdout
+
+
+def test_examples_named_are_those_that_are_there_and_tested() -> None:
+    scripts = re.findall(r"^\$ python examples/(\S+)$", README, flags=re.MULTILINE)
+    there = {path.name for path in (ROOT / "examples").glob("[!_]*.py")} - {"quickstart.py"}  # of the set-up
+    assert len(scripts) == len(set(scripts)) and set(scripts) == there
+    tested = "".join(path.read_text() for path in (ROOT / "tests").glob("test_example*.py"))
+    assert all(f"import {script.removesuffix('.py')}\n" in tested for script in scripts)
 
 
 def test_links_lead_somewhere() -> None:

@@ -2,11 +2,12 @@
 
 import copy
 import re
+import threading
 from typing import Any
 
 import pytest
 import torch
-from script_helpers import FORMS, X, by_hand, hooked, net, same, saved, step
+from script_helpers import FORMS, X, by_hand, hooked, net, same, saved, step, whole
 from torch import Tensor, nn
 
 import gradsurgery as gs
@@ -255,6 +256,95 @@ def test_the_strength_is_checked_and_scheduled() -> None:
     gs.insert_stop_gradient(model, "stem")  # the compiled model is another now, and the operator the same
     operator.lambd = 0.25
     assert gs.operations(saved(model))[1].operator.lambd == 0.25
+
+
+def test_autocast_and_a_second_derivative() -> None:
+    """Held against the untouched script, which rounds as this one does."""
+
+    def grads(model: Any) -> list[Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(X)
+        out.float().square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    def second(model: Any) -> Tensor:
+        x = X.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    plain, model = torch.jit.script(net()), gs.insert_grl(torch.jit.script(net()), "", 0.5)
+    for _ in range(5):
+        for due, there in zip(grads(plain), grads(model), strict=True):
+            assert torch.equal(there, due * -0.5)
+        # Up to rounding: what is written out by hand below adds and subtracts the value.
+        torch.testing.assert_close(second(model), second_by_hand())
+
+
+def second_by_hand() -> Tensor:
+    x = X.clone().requires_grad_()
+    out = net()(x)
+    out = out * -0.5 + (out.detach() + 0.5 * out.detach())
+    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
+def test_threads_share_an_operated_module() -> None:
+    model, due, seen = gs.insert_grl(torch.jit.script(net()), "blocks.0", 0.5), [], []
+
+    def run(network: Any, into: list[Tensor]) -> None:
+        x = X.clone().requires_grad_()
+        into.extend(torch.autograd.grad(network(x).square().sum(), x))
+
+    run(hooked(net(), ["blocks.0"]), due)
+    threads = [threading.Thread(target=lambda: [run(model, seen) for _ in range(5)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 20 and all(torch.equal(one, due[0]) for one in seen)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_frozen_afterwards(stop: bool) -> None:
+    model = torch.jit.script(net())
+    model = gs.insert_stop_gradient(model, "blocks.0") if stop else gs.insert_grl(model, "blocks.0", 0.5)
+    frozen, due = torch.jit.freeze(model.eval()), hooked(net(), ["blocks.0"])
+    for _ in range(5):
+        x, y = X.clone().requires_grad_(), X.clone().requires_grad_()
+        out = frozen(x)
+        assert torch.equal(out, due(y))
+        assert out.requires_grad is not stop
+        if not stop:
+            assert torch.equal(*(torch.autograd.grad(o.square().sum(), i)[0] for o, i in ((out, x), (due(y), y))))
+
+
+class Recursive(nn.Module):
+    """Instances of one class inside of one another."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.inner: nn.Module = Recursive(depth - 1) if depth else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.fc(x)) + x
+
+
+@pytest.mark.parametrize("at", ["", "inner", "inner.inner"])
+def test_one_class_inside_of_itself(at: str) -> None:
+    eager = whole(Recursive(2))
+    x = torch.tensor([[1.0, -2.0, 3.0], [0.0, 1.0, 1.0]])
+    same(gs.insert_grl(torch.jit.script(eager), at, 0.5), hooked(eager, [at]), x)
+
+
+def test_one_of_several_is_removed_and_inserted_again() -> None:
+    eager = net()
+    model = gs.insert_grl(torch.jit.script(eager), "blocks.*", 0.5)
+    gs.remove(model, "blocks.0")
+    same(model, hooked(eager, ["blocks.1"]))
+    gs.insert_grl(model, "blocks.0", 0.5)
+    same(model, hooked(eager, ["blocks.0", "blocks.1"]))
 
 
 def test_a_part_of_a_python_model_is_operated_on_by_itself() -> None:

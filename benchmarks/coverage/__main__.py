@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .measure import shown
 from .page import committed, failing, page
 from .sizes import sizes_of
 from .subjects import ordered, subjects
@@ -41,33 +42,31 @@ def sweep(options: argparse.Namespace) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     lines = lines_in(options.out)
     have = {line["key"] for line in lines if not (options.again and failing(line))}
-    done = {
-        cls for line in lines if line["key"] in have for cls, found in line.get("opened", {}).items() if found != "meta"
-    }
-    sizes = sizes_of(subjects(), options.out.with_name("coverage-sizes.json"))
-    leading, rest = ordered(subjects(), sizes)
-    first = {subject.key for subject in leading}
-    work_list = [s for s in leading + rest if s.key not in have]
-    if options.only:
-        work_list = [s for s in work_list if any(part in s.key for part in options.only)]
+    done = {cls for line in lines if line["key"] in have for cls in shown(line)}
+    found = [s for s in subjects() if not options.only or any(part in s.key for part in options.only)]
+    sizes = sizes_of(found, options.out.with_name("coverage-sizes.json"))
+    leading, rest = ordered(found, sizes)
+    wanted = [(s, s in leading) for s in (*leading, *rest) if s.key not in have]
     worker = Worker(options.seconds, options.gigabytes)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     failed = 0
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("models", total=len(work_list))
-        for subject in work_list:
-            bar.update(task, description=subject.key[:40])
-            line = worker.measured(subject.key, options.numeric, done, subject.key in first)
-            line["group"] = subject.group
-            done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
-            with options.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            wrong = failing(line)
-            failed += bool(wrong)
-            for fault in wrong:
-                bar.console.print(f"{subject.key}: {fault}", markup=False, highlight=False)
-            bar.advance(task)
-    worker.close()
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+            task = bar.add_task("models", total=len(wanted))
+            for subject, leads in wanted:
+                bar.update(task, description=subject.key[:40])
+                line = worker.measured(subject.key, options.numeric, done, leads, sizes.get(subject.key, 0))
+                line["group"] = subject.group
+                done |= shown(line)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                wrong = failing(line)
+                failed += bool(wrong)
+                for fault in wrong:
+                    bar.console.print(f"{subject.key}: {fault}", markup=False, highlight=False)
+                bar.advance(task)
+    finally:
+        worker.close()
     return 1 if failed else 0
 
 
@@ -87,7 +86,7 @@ def main() -> int:
         work()
         return 0
     if options.commit:
-        every = [subject.key for subject in subjects()]
+        every = {subject.key: subject.group for subject in subjects()}
         COMMITTED.write_text(committed(lines_in(options.out), options.numeric, every))
     if options.page:
         PAGE.write_text(page(COMMITTED))

@@ -21,7 +21,8 @@ Line = dict[str, Any]
 
 def said(error: BaseException, length: int = 200) -> str:
     """An error in one short line."""
-    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:length]
+    said = re.sub(r"\S*/site-packages/", "", f"{type(error).__name__}: {error}")  # where packages lie is of one machine
+    return re.sub(r"\s+", " ", said)[:length]
 
 
 def _begun(trial: Trial, device: str, head: Reading, evaluate: bool) -> tuple[Runner, Plain]:
@@ -36,6 +37,11 @@ def _begun(trial: Trial, device: str, head: Reading, evaluate: bool) -> tuple[Ru
     return runner, plain(runner, head, evaluate)
 
 
+def shown(line: Line) -> set[str]:
+    """The classes that were opened with values, which no later model need show again."""
+    return {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
+
+
 def counted(subject: Subject) -> int:
     """How many parameters a model has, by building it on the meta device; 0 where it cannot be built there."""
     *_, last = subject.trials()
@@ -46,13 +52,14 @@ def counted(subject: Subject) -> int:
         return 0
 
 
-def measure(subject: Subject, numeric: float, done: set[str], evaluate: bool = True) -> Line:
+def measure(subject: Subject, numeric: float, done: set[str], evaluate: bool = True, size: int = 0) -> Line:
     """The line of one model: with values up to ``numeric`` parameters, above them on the meta device, without.
 
-    ``done`` are the classes opened before, and ``evaluate`` adds the forward in evaluation.
+    ``done`` are the classes opened before, ``evaluate`` adds the forward in evaluation, and ``size`` is the number of
+    parameters where it is known.
     """
     start = time.process_time()
-    device = "meta" if counted(subject) > numeric else "cpu"
+    device = "meta" if numeric < float("inf") and (size or counted(subject)) > numeric else "cpu"
     line: Line = {"key": subject.key, "group": subject.group, "kind": "numeric" if device == "cpu" else "meta"}
     refused: list[str] = []
     for trial in subject.trials():

@@ -86,10 +86,13 @@ def _inserted(runner: Runner, places: list[str]) -> dict[str, str]:
     runner.prepare(True)
     refusals = {}
     for at in places:
-        # Where the source does not tell which call it is, or whether it runs, an example does.
-        for example in (None, runner.example()) if "@" not in at else (runner.example(),):
+        # Where the source does not tell which call it is, or whether it runs, an example does; and a class that walks
+        # its children takes no operator among them, but one that is only a factor.
+        example = runner.example()
+        ways = [] if "@" in at else [(None, Keeping())]
+        for given, operator in [*ways, (example, Keeping()), (example, gs.ScaleGradient(1.0))]:
             try:
-                gs.insert(runner.model, at, Keeping(), example=example)
+                gs.insert(runner.model, at, operator, example=given)
                 break
             except gs.SurgeryError as error:
                 refusal = f"refused: {error}"

@@ -39,7 +39,8 @@ HOW = """
   has the shapes of before, the backward reaches the same parameters; class, keys, names and undo are as promised. No
   value is compared there, and such a model counts in no numeric figure.
 * **Up to rounding**: the value of the op has several readers, and the gradients of those behind the operator are added
-  up before the others'. The forward is bit-identical, and every gradient within 1e-5 of its norm.
+  up before the others'. The forward is bit-identical, and every gradient within 1e-5 of its norm, or within 1e-9 of the
+  largest in the model where it is zero but for rounding.
 * Weights are noise, repeated from one block: to draw them anew would take longer than the check.
 * **Not run** is never counted as right: a model that does not build here, takes longer or more memory than the limit,
   ends its process, or does not repeat its own gradients.
@@ -60,17 +61,18 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {module.__name__: module.__version__ for module in modules}
 
 
-def committed(lines: Iterable[dict[str, Any]], numeric: float, every: Iterable[str]) -> str:
+def committed(lines: Iterable[dict[str, Any]], numeric: float, every: dict[str, str]) -> str:
     """One short line a model; the first line says what was to be measured, and with which versions.
 
-    What is right is left out, and of the classes that opened only the number is kept.
+    What is right is left out, and of the classes that opened only the number is kept. ``every`` has the family of each
+    model that there is.
     """
-    every = list(every)
-    lines = sorted((line for line in lines if line["key"] in set(every)), key=lambda line: line["key"])
-    total = collections.Counter(key.partition("/")[0] for key in every)
-    kept = [json.dumps({"versions": versions(), "numeric up to": numeric, "of": dict(total)})]
-    for line in lines:
-        short = {"key": line["key"]}
+    total = collections.Counter(_library(key) for key in every)
+    families = collections.Counter(library for library, _ in {(_library(key), family) for key, family in every.items()})
+    first = {"versions": versions(), "numeric up to": numeric, "of": dict(total), "families": dict(families)}
+    kept = [json.dumps(first)]
+    for line in sorted((line for line in lines if line["key"] in every), key=lambda line: line["key"]):
+        short = {"key": line["key"], "family": every[line["key"]]}
         if "not run" in line:
             kept.append(json.dumps(short | {"not run": line["not run"]}))
             continue
@@ -86,6 +88,10 @@ def committed(lines: Iterable[dict[str, Any]], numeric: float, every: Iterable[s
     return "\n".join(kept) + "\n"
 
 
+def _library(key: str) -> str:
+    return key.partition("/")[0]
+
+
 def _ratio(right: int, tried: int) -> str:
     return f"{right} of {tried} ({right / tried:.2%})" if tried else "0"
 
@@ -94,7 +100,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _row(library: str, lines: list[dict[str, Any]], of: int) -> str:
+def _row(library: str, lines: list[dict[str, Any]], of: int, families: int) -> str:
     ran = [line for line in lines if "not run" not in line]
     numeric, meta = ([line for line in ran if line["kind"] == kind] for kind in ("numeric", "meta"))
     found: collections.Counter[str] = collections.Counter()
@@ -105,6 +111,7 @@ def _row(library: str, lines: list[dict[str, Any]], of: int) -> str:
     cells = [
         library,
         of,
+        f"{len({(_library(line['key']), line['family']) for line in numeric})} of {families}",
         len(numeric),
         len(meta),
         len(lines) - len(ran),
@@ -125,6 +132,7 @@ def page(path: Path) -> str:
     titles = (
         "",
         "models",
+        "families with a numeric run",
         "numeric",
         "meta",
         "not run",
@@ -137,8 +145,11 @@ def page(path: Path) -> str:
     )
     text = [HEAD, "With " + ", ".join(f"{name} {version}" for name, version in first["versions"].items()) + ".", ""]
     text += ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    text += [_row(LIBRARIES[key], found, first["of"].get(key, 0)) for key, found in by_library.items()]
-    text.append(_row("all", lines, sum(first["of"].values())))
+    text += [
+        _row(LIBRARIES[key], found, first["of"].get(key, 0), first["families"].get(key, 0))
+        for key, found in by_library.items()
+    ]
+    text.append(_row("all", lines, sum(first["of"].values()), sum(first["families"].values())))
     text += [
         "",
         "Figures are over the numeric runs; a class that was opened on the meta device is in none of them.",

@@ -153,7 +153,7 @@ def smp_subjects() -> list[Subject]:
     """Every encoder under a Unet, and every decoder over a resnet18."""
 
     def trials(decoder: str, encoder: str) -> Iterator[Trial]:
-        for side in (64, 128, 256):
+        for side in (64, 128, 224, 256):
             yield _trial(lambda: getattr(smp, decoder)(encoder, encoder_weights=None), 3, side)
 
     subjects = [

@@ -1,5 +1,6 @@
 """A process that measures one model after another, and the parent that bounds its time and its memory."""
 
+import gc
 import json
 import os
 import select
@@ -10,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .measure import Line, measure
+from .measure import Line, measure, shown
 from .subjects import subjects
 
 PER_WORKER = 150
@@ -28,10 +29,11 @@ def work() -> None:
         request = json.loads(text)
         done |= set(request["done"])
         try:
-            line = measure(known[request["key"]], request["numeric"], done, request["evaluate"])
+            line = measure(known[request["key"]], request["numeric"], done, request["evaluate"], request["size"])
         except Exception as error:  # the harness itself failed, which is nobody's pass
             line = {"key": request["key"], "not run": f"harness: {type(error).__name__}: {error}"}
-        done |= {cls for cls, found in line.get("opened", {}).items() if found != "meta"}
+        done |= shown(line)
+        gc.collect()  # a model and what watched it hold each other
         print(json.dumps(line), file=answers, flush=True)
 
 
@@ -61,15 +63,15 @@ class Worker:
     def close(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            self.process.communicate()  # closes its pipes
             self.process = None
 
-    def measured(self, key: str, numeric: float, done: set[str], evaluate: bool) -> Line:
+    def measured(self, key: str, numeric: float, done: set[str], evaluate: bool, size: int) -> Line:
         """The line of one model; one that could not be finished says why under ``not run``."""
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
-        request: dict[str, Any] = {"key": key, "numeric": numeric, "evaluate": evaluate}
+        request: dict[str, Any] = {"key": key, "numeric": numeric, "evaluate": evaluate, "size": size}
         request["done"] = sorted(done - self.sent)
         self.sent |= done
         line: Line = {"key": key}
