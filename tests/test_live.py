@@ -241,10 +241,7 @@ def fsdp1(model: nn.Module) -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
     "DataParallel": (nn.DataParallel, ["DataParallel", "model.module", "before wrapping"]),
     "FSDP1": (fsdp1, ["FSDP1", "before wrapping", "fully_shard"]),
-    "script": (torch.jit.script, ["TorchScript", "then script"]),
-    "trace": (lambda m: torch.jit.trace(m, X), ["TorchScript", "then script or trace"]),
     "ExportedProgram": (lambda m: torch.export.export(m, (X,)), ["ExportedProgram", "program.module()"]),
-    "DDP of script": (lambda m: DistributedDataParallel(torch.jit.script(m)), ["TorchScript"]),
 }
 
 
@@ -257,6 +254,20 @@ def test_refused(name: str) -> None:
         with pytest.raises(gs.SurgeryError) as caught:
             call(model)
         assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.usefixtures("alone", "scripting")
+def test_a_script_in_ddp_is_operated_on_through_the_wrapper() -> None:
+    plain, model = (DistributedDataParallel(torch.jit.script(seeded(Net))) for _ in range(2))
+    assert gs.insert_grl(model, "stem", 0.5) is model
+    for factor in (-0.5, 1.0):
+        for net in (plain, model):
+            net.zero_grad()
+            net(X).square().sum().backward()
+        for (name, right), found in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(found.grad, (factor if "stem" in name else 1.0) * right.grad), name
+        if factor != 1.0:
+            gs.remove(model)
 
 
 def test_replicas_of_data_parallel_share_no_graft_with_a_later_edit() -> None:
