@@ -279,3 +279,15 @@ def test_modes_that_watch_see_the_operator() -> None:
     with Watch():
         module(torch.ones(3))
     assert gs.reverse_gradient in seen
+
+
+@pytest.mark.parametrize("on", ["the instance", "the class"])
+@each_operator
+def test_a_forward_that_was_patched_is_called(on: str, operator: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = copy.deepcopy(operator)
+    module = gs.insert(Makes(lambda x, held: x * 1), "", operator)
+    if on == "the instance":
+        monkeypatch.setattr(operator, "forward", lambda x: x * 3, raising=False)
+    else:
+        monkeypatch.setattr(type(operator), "forward", lambda self, x: x * 3)
+    assert torch.equal(module(torch.ones(3)), 3 * module.weight)

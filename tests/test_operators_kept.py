@@ -5,13 +5,16 @@ import io
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradsurgery as gs
+from gradsurgery.operators import kept
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated"),
@@ -140,6 +143,52 @@ def test_a_function_whose_name_means_another_by_now_is_refused(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "cubed", lambda g: g)
     with pytest.raises(gs.OperatorError, match="cubed"):
         torch.export.export(model, (X,))
+
+
+@pytest.mark.parametrize("how", ["script", "trace", "export"])
+def test_a_graph_whose_function_was_replaced_since_is_refused(how, monkeypatch):
+    def module(source):
+        made = types.ModuleType("reloaded")
+        exec(source, made.__dict__)
+        monkeypatch.setitem(sys.modules, "reloaded", made)
+        return made
+
+    monkeypatch.setattr(kept, "_FUNCTIONS", {})
+    monkeypatch.setattr(kept, "_AMBIGUOUS", set())
+    recorded = RECORDED[how](net(module("def f(g): return g * 2").f))
+    right = list(grads(recorded).values())
+    gs.MapGradient(module("def f(g): return g * 2").f)  # a reload of the same code
+    assert all(map(torch.equal, grads(recorded).values(), right))
+    changed = net(module("def f(g): return g * 100").f)
+    with pytest.raises(Exception, match="two functions of that name"):
+        grads(recorded)
+    assert grads(changed)  # eager holds the function itself
+
+
+def test_what_a_decorator_wraps_is_part_of_the_function(monkeypatch):
+    monkeypatch.setattr(kept, "_FUNCTIONS", {})
+    monkeypatch.setattr(kept, "_AMBIGUOUS", set())
+    source = (
+        "def wrap(fn):\n    def f(g): return fn(g)\n    f.__qualname__ = 'f'\n    return f\nf = wrap(lambda g: g * {})"
+    )
+    for factor in (2, 100):
+        made = types.ModuleType("reloaded")
+        exec(source.format(factor), made.__dict__)
+        monkeypatch.setitem(sys.modules, "reloaded", made)
+        gs.MapGradient(made.f)
+    with pytest.raises(gs.OperatorError, match="two functions of that name"):
+        kept.known("reloaded:f")
+
+
+@pytest.mark.parametrize("how", ["fx", "script", "trace", "export"])
+def test_tangents_are_refused(how):
+    recorded = RECORDED[how](net())
+    for parameter in recorded.parameters():
+        parameter.requires_grad_(False)  # nothing but the tangents asks for a derivative
+    with pytest.raises(Exception, match="forward AD"):
+        torch.func.jvp(recorded, (X,), (X,))
+    with forward_ad.dual_level(), pytest.raises(Exception, match="forward AD"):
+        recorded(forward_ad.make_dual(X, X))
 
 
 @pytest.mark.parametrize("how", ["script", "trace", "export"])

@@ -20,6 +20,7 @@ __all__ = [
     "in_backward",
     "is_asked_by_distributed",
     "is_checkpointed",
+    "is_forward",
     "is_fsdp2",
     "is_held_once",
     "is_in_reverse",
@@ -87,8 +88,13 @@ def is_observed() -> bool:
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or a level of forward AD is active; the safe answer is yes."""
     active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return is_forward() or active is None or active()
+
+
+def is_forward() -> bool:
+    """Whether a level of forward AD is active, of its own or for ``torch.func.jvp``; the safe answer is yes."""
     level: int = getattr(forward_ad, "_current_level", 0)
-    return level >= 0 or active is None or active()
+    return level >= 0
 
 
 def is_in_reverse() -> bool:
@@ -98,7 +104,7 @@ def is_in_reverse() -> bool:
     """
     if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing() or _is_proxied():
         return False
-    if getattr(forward_ad, "_current_level", 0) >= 0:
+    if is_forward():
         return False
     try:
         from torch._C import _functorch

@@ -31,10 +31,13 @@ __all__ = ["COUNTS", "hands_on", "moved"]
 COUNTS = sys.implementation.name == "cpython" and sys.version_info < (3, 13)
 """Whether each variable of a running function is a reference that counts; later versions of Python may borrow."""
 
+_FORWARDS: dict[type[nn.Module], Any] = {cls: cls.forward for cls in (GradientReversal, ScaleGradient, StopGradient)}
+"""The operators that can do without a copy, and what this module does in the place of."""
+
 
 def hands_on(operator: type[nn.Module]) -> bool:
     """Whether operators of exactly this type can do without a copy."""
-    return operator in (GradientReversal, ScaleGradient, StopGradient)
+    return operator in _FORWARDS
 
 
 def moved(operator: nn.Module, x: Any) -> Tensor | None:
@@ -52,7 +55,9 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         return None
     if x.layout is not torch.strided or x.is_nested or has_torch_function_unary(x) or is_observed():
         return None
-    # By the very type: one of another may stand in its place for a while, and a subclass may do something else.
+    # By the very forward: an operator of another type may stand in its place for a while, and people patch a forward.
+    if "forward" in operator.__dict__ or type(operator).forward is not _FORWARDS.get(type(operator)):
+        return None
     if type(operator) is GradientReversal:
         return _Moved.apply(x, -operator.lambd)
     if type(operator) is ScaleGradient:
