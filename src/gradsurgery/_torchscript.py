@@ -39,7 +39,7 @@ __all__ = [
 def without_announcements() -> Iterator[None]:
     """Context manager in which torch does not announce again that TorchScript is deprecated."""
     with warnings.catch_warnings():
-        # Whoever has a ScriptModule has been told already.
+        # Whoever scripts, traces or has a ScriptModule has been told already.
         warnings.filterwarnings("ignore", message="`torch.jit.*deprecated")
         yield
 

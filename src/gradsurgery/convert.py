@@ -17,11 +17,11 @@ from torch import nn
 
 from .conversion import Compared, Conversion, Reference, say
 from .edit import withdraw
-from .errors import SurgeryError
+from .errors import SurgeryError, first_line
 from .example import Arguments, Example, read_example
 from .listing import places_of
 from .measure import strided
-from .operators.values import map_tensors
+from .operators.values import tensors_in
 from .place import Place
 from .progress import Progress
 from .stand_in import keeps_value
@@ -288,7 +288,7 @@ def _scripted_or_traced(root: nn.Module, arguments: Arguments | None) -> tuple[s
     try:
         return "scripted", torch.jit.script(root)
     except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
-        reason = _first_line(error)
+        reason = first_line(error).rstrip(".")
         if arguments is None:
             raise SurgeryError(
                 f"TorchScript was asked for, and cannot compile this model: {reason}. Give example=, on which it can "
@@ -298,9 +298,10 @@ def _scripted_or_traced(root: nn.Module, arguments: Arguments | None) -> tuple[s
     try:
         made = torch.jit.trace(root, args, example_kwarg_inputs=kwargs or None, strict=False, check_trace=False)
     except Exception as error:
+        also = first_line(error).rstrip(".")
         raise SurgeryError(
             f"TorchScript was asked for, and this model can neither be compiled ({reason}) nor traced "
-            f"({_first_line(error)}). Convert it to another format, or take out what the messages name."
+            f"({also}). Convert it to another format, or take out what the messages name."
         ) from error
     return f"traced, since it cannot be scripted: {reason}", made
 
@@ -316,8 +317,7 @@ def _loaded_program(buffer: io.BytesIO) -> torch.export.ExportedProgram:
 
 
 def _run_onnx(runtime: Any, content: bytes, arguments: Arguments) -> list[torch.Tensor]:
-    given: list[torch.Tensor] = []
-    map_tensors(given.append, arguments)
+    given = tensors_in(arguments)
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
     if len(names) != len(given):
@@ -351,14 +351,11 @@ def _made(tool: str, make: Callable[[], Any]) -> Any:
     except SurgeryError:
         raise
     except Exception as error:
+        said = first_line(error).rstrip(".")
         raise SurgeryError(
-            f"{tool} was asked for, and refuses this model: {type(error).__name__}: {_first_line(error)}. "
+            f"{tool} was asked for, and refuses this model: {type(error).__name__}: {said}. "
             "gs.disabled(model) tells whether it takes the model without the operators."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _idle(reference: Reference) -> list[str]:

@@ -6,7 +6,15 @@ Every message has three parts: what was asked, what is there, and what to do.
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["AddressError", "CaptureError", "OperatorError", "SurgeryError", "VerificationError", "closest"]
+__all__ = [
+    "AddressError",
+    "CaptureError",
+    "OperatorError",
+    "SurgeryError",
+    "VerificationError",
+    "closest",
+    "first_line",
+]
 
 
 class SurgeryError(Exception):
@@ -37,3 +45,8 @@ def closest(asked: str, there: Iterable[str], most: int = 5) -> str:
         return "closest: " + ", ".join(repr(name) for name in near)
     shown = ", ".join(repr(name) for name in names[:most])
     return f"there: {shown}{', ...' if len(names) > most else ''}" if names else "there is none at all"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what another library says, to stand in a message of ours; the type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -10,7 +10,7 @@ from .capture.record import Op, record_ops
 from .errors import CaptureError, SurgeryError
 from .graft import without
 from .legacy import cure_of
-from .operators.values import map_tensors
+from .operators.values import tensors_in
 from .resolve import Ops, ops_of_source
 
 __all__ = ["Arguments", "Example", "ops_on", "outputs_on", "read_example", "run_on"]
@@ -67,8 +67,7 @@ def outputs_on(root: nn.Module, arguments: Arguments) -> Outputs:
     outputs: Outputs = {}
 
     def note(module: nn.Module, args: Any, value: Any) -> None:
-        tensors: list[Tensor] = []
-        map_tensors(tensors.append, value)
+        tensors = tensors_in(value)
         outputs[id(module)] = (tuple(tensors[0].shape), tensors[0].dtype) if tensors else (None, None)
 
     handles = [module.register_forward_hook(note) for module in root.modules()]

@@ -14,7 +14,7 @@ from .capture.preserve import preserved
 from .errors import CaptureError, OperatorError, SurgeryError
 from .legacy import cure_of
 from .operators.formula import private_copy
-from .operators.values import map_tensors
+from .operators.values import map_tensors, tensors_in
 from .wrappers import walk
 
 __all__ = ["Bench", "Gradients", "Loss", "Step", "strided"]
@@ -183,18 +183,11 @@ def projection(output: Any, tensors: list[Tensor] | None) -> Tensor:
 
 
 def _tensors(value: Any) -> list[Tensor] | None:
-    found: list[Tensor] = []
-
-    def note(tensor: Any) -> Any:
-        found.append(tensor)
-        return tensor
-
     try:
         with torch.no_grad():
-            map_tensors(note, value)
+            return tensors_in(value)
     except OperatorError:
         return None
-    return found
 
 
 def _fresh(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ from .capture.code import compile_function
 from .capture.versions import note_version, refuse_other_version, version
 from .errors import OperatorError
 from .operators.moved import hands_on
-from .operators.values import map_tensors
+from .operators.values import tensors_in
 from .place import Form, Graft
 from .tap import Tap, TapPlace, add_heads, arm
 
@@ -195,15 +195,7 @@ def _copies(received: Any, given: Any) -> list[Tensor]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Any) -> Any:
-        if isinstance(tensor, Tensor):
-            found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
+    return [tensor for tensor in tensors_in(value) if isinstance(tensor, Tensor)]
 
 
 def _noted(tensor: Tensor) -> int:

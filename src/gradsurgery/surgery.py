@@ -238,7 +238,6 @@ def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace
             "place that is not called is refused: leave example off."
         )
     ops = ops_on(root, arguments)
-    found: list[tuple[Target, nn.Module]] = []
     batches: list[list[tuple[Target, nn.Module]]] = []
     for at, make, side, expect in wanted:
         if side not in ("output", "input"):
@@ -249,12 +248,12 @@ def operate(model: M, wanted: Sequence[Wanted], example: Example = None, inplace
         expect_places(named, expect, at)
         _refuse_fused(root, named, operator)
         batches.append([(target, make() if k else operator) for k, target in enumerate(named)])
-        found += batches[-1]
     if not inplace:
         _refuse_wrapper(model, root)
     if compiled is not None:
         operated = insert_compiled(compiled, batches, inplace)
         return model if inplace else operated  # type: ignore[return-value]
+    found = [pair for batch in batches for pair in batch]
     if not inplace:
         model, copies = twin(model)
         found = [(dataclasses.replace(target, module=copies[id(target.module)]), one) for target, one in found]

@@ -18,7 +18,7 @@ from .capture.versions import is_changed, note_version, version
 from .elements import element_of
 from .errors import CaptureError, OperatorError
 from .operators.formula import copied
-from .operators.values import map_tensors
+from .operators.values import map_tensors, tensors_in
 from .place import Form, Graft, Place
 
 __all__ = ["HeadPlace", "Tap", "TapPlace", "add_heads", "arm"]
@@ -35,7 +35,7 @@ class _Kept:
         self.passed = value
         self.key = key
         self.copy = map_tensors(_copied, value)
-        self.versions = [self._noted(k, tensor) for k, tensor in enumerate(_tensors(value))]
+        self.versions = [self._noted(k, tensor) for k, tensor in enumerate(tensors_in(value))]
         self.has_gradient = torch.is_grad_enabled()
 
     def _noted(self, k: int, tensor: Any) -> int:
@@ -43,7 +43,7 @@ class _Kept:
         return version(tensor)
 
     def value(self) -> Any:
-        for k, tensor in enumerate(_tensors(self.passed)):
+        for k, tensor in enumerate(tensors_in(self.passed)):
             # What a tracer has in the place of a tensor does not tell.
             if not isinstance(tensor, Tensor) or is_changed(tensor, f"{self.key} {k}", self.versions[k]):
                 return self.copy
@@ -52,17 +52,6 @@ class _Kept:
 
 def _copied(tensor: Any) -> Any:
     return copied(tensor) if isinstance(tensor, Tensor) else tensor.clone()
-
-
-def _tensors(value: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def note(tensor: Any) -> Any:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
 
 
 class Tap(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SurgeryError, closest
+from ..errors import SurgeryError, closest, first_line
 from ..progress import Progress
 from .files import load_file
 
@@ -183,4 +183,4 @@ def _random(shape: str) -> Tensor:
             dtype
         )
     except RuntimeError as error:
-        raise SurgeryError(f"--input {shape!r} cannot be made: {str(error).splitlines()[0]}.") from error
+        raise SurgeryError(f"--input {shape!r} cannot be made: {first_line(error)}.") from error

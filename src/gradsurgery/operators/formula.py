@@ -11,7 +11,6 @@ included, since a convolution chooses its kernel by them, and another kernel giv
 """
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from .._torch import is_observed, is_recorded_transform
+from .._torchscript import without_announcements
 from ..errors import OperatorError
 from .coefficient import name_of
 from .shape import refuse_other_shape
@@ -132,9 +132,7 @@ def _recorded(formula: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 @functools.cache
 def _scripted(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    with warnings.catch_warnings():
-        # Whoever traces has been told already that TorchScript is deprecated.
-        warnings.filterwarnings("ignore", message="`torch.jit.*deprecated")
+    with without_announcements():
         return torch.jit.script(formula)
 
 
@@ -243,12 +241,10 @@ def scaled(x: Tensor, factor: float) -> Tensor:
 
 def private_copy(x: Tensor) -> Tensor:
     """The value of ``x`` without its history, in memory of its own: safe to work on in place."""
-    if not is_observed():
+    if not is_observed() or is_recorded_transform():
         return exact_copy(x.detach())
     if torch.onnx.is_in_onnx_export():
         return x.detach()
-    if is_recorded_transform():
-        return exact_copy(x.detach())
     return _recorded(stopped_by_formula, x)
 
 

@@ -75,11 +75,13 @@ def _called(fn: Callable[..., Any], x: Tensor) -> Any:
         return functional_call(caller, held, (x,))
     swapped = None if _is_scripted(caller) else replaced_parameters(caller, held)
     if swapped is None:
-        what = "parameters that require grad" if learns else "buffers that it changes in training mode"
-        cure = "requires_grad_(False) on them" if learns else "eval() on it"
+        what, cure = "parameters that require grad", "requires_grad_(False) on them"
+        if not learns:
+            what, cure = "buffers that it changes in training mode", "eval() on it"
+        there = [name for name, _ in (caller.named_parameters() if learns else caller.named_buffers())]
         raise OperatorError(
             f"frozen_transform was asked for fn={name_of(fn)} as a scripted module or under torch.jit.trace. "
-            f"It has {what}: {', '.join(list(held)[:5])}; torch cannot replace them there. "
+            f"It has {what}: {', '.join(there[:5])}; torch cannot replace them there. "
             f"Call {cure} before scripting or tracing."
         )
     with swapped:

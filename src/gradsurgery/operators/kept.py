@@ -21,7 +21,7 @@ from ..errors import OperatorError
 from .formula import exact_copy
 from .shape import refuse_other_shape
 
-__all__ = ["kept_name", "known", "map_by_name"]
+__all__ = ["kept_name", "known", "map_by_name", "mapped_gradient"]
 
 GradientFunction = Callable[[Tensor], Tensor]
 
@@ -80,6 +80,15 @@ def known(name: str) -> GradientFunction:
     return fn
 
 
+def mapped_gradient(fn: GradientFunction, grad: Tensor) -> Tensor:
+    """``fn`` of a gradient, wherever a backward comes to it."""
+    # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
+    new = fn(grad.clone())
+    # Autograd would sum a larger gradient down to the shape in silence.
+    refuse_other_shape("map_gradient", fn, grad, new)
+    return new
+
+
 @torch.library.custom_op("gradsurgery::map_gradient", mutates_args=())
 def map_by_name(x: Tensor, fn: str) -> Tensor:
     """The value of ``x``, and in backward the function of this name, applied to the gradient."""
@@ -104,12 +113,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-    if grad is None:
-        return None, None
-    fn = known(ctx.name)
-    new = fn(grad.clone())
-    refuse_other_shape("map_gradient", fn, grad, new)
-    return new, None
+    return None if grad is None else mapped_gradient(known(ctx.name), grad), None
 
 
 map_by_name.register_autograd(_backward, setup_context=_keep)

@@ -11,8 +11,7 @@ from .._torch import is_in_reverse, is_observed, is_transformed
 from ..errors import OperatorError
 from .coefficient import name_of
 from .formula import exact_copy, is_differentiable
-from .kept import kept_name, map_by_name
-from .shape import refuse_other_shape
+from .kept import kept_name, map_by_name, mapped_gradient
 
 __all__ = ["mapped"]
 
@@ -38,14 +37,6 @@ def mapped(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return _Mapped.apply(x, fn) if torch.is_grad_enabled() else x.detach()
 
 
-def _mapped_gradient(fn: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
-    # Autograd may hand this very tensor to another branch too, so an fn that works in place gets its own.
-    new = fn(grad.clone())
-    # Autograd would sum a larger gradient down to the shape in silence.
-    refuse_other_shape("map_gradient", fn, grad, new)
-    return new
-
-
 class _Mapped(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
@@ -57,7 +48,7 @@ class _Mapped(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        return _mapped_gradient(ctx.fn, grad), None
+        return mapped_gradient(ctx.fn, grad), None
 
 
 class _MappedInTransform(Function):
@@ -75,7 +66,7 @@ class _MappedInTransform(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _mapped_gradient(ctx.fn, grad), None
+        return mapped_gradient(ctx.fn, grad), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -2,14 +2,14 @@
 
 import functools
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OperatorError
+from .._torchscript import without_announcements
+from ..errors import OperatorError, first_line
 from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
 from .formula import is_differentiable, replaced_by_formula, stopped_by_formula
 from .frozen import buffers_in_training, modules_of
@@ -143,12 +143,10 @@ def refuse_unscriptable(operator: nn.Module, address: str | None = None) -> None
         why = f"it is a {type(fn).__name__}"
     elif isinstance(fn, types.FunctionType):
         try:
-            with warnings.catch_warnings():
-                # Whoever scripts has been told already that TorchScript is deprecated.
-                warnings.filterwarnings("ignore", message="`torch.jit.*deprecated")
+            with without_announcements():
                 torch.jit.script(fn)
         except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
-            why = str(error).strip().splitlines()[0]
+            why = first_line(error)
     if why is not None:
         at = "" if address is None else f" at {address!r}"
         raise OperatorError(

@@ -62,7 +62,7 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         return _Moved.apply(x, -operator.lambd)
     if type(operator) is ScaleGradient:
         return _Moved.apply(x, operator.scale)
-    return x.detach() if type(operator) is StopGradient else None
+    return x.detach()
 
 
 class _Moved(Function):

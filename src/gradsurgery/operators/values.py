@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function_unary
 from .._torch import pytree_node
 from ..errors import OperatorError
 
-__all__ = ["map_tensors"]
+__all__ = ["map_tensors", "tensors_in"]
 
 Operate = Callable[[Any], Any]
 
@@ -35,6 +35,18 @@ def map_tensors(operate: Operate, value: Any) -> Any:
         return done[tensor]
 
     return _map(once, value)
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """Every tensor of ``value`` (and every stand-in for one), each once, in order."""
+    found: list[Any] = []
+
+    def note(tensor: Any) -> Any:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
 
 
 def _map(operate: Operate, value: Any, nested: bool = False) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch.jit import ScriptModule
 
 from .._torchscript import has_compiled_value, set_compiled_value, tensors_of, without_announcements
-from ..errors import SurgeryError
+from ..errors import SurgeryError, first_line
 
 __all__ = ["copied"]
 
@@ -33,7 +33,7 @@ def copied(module: ScriptModule, without: Iterable[str] = ()) -> ScriptModule:
         except RuntimeError as error:
             raise SurgeryError(
                 "an operation on a ScriptModule was asked for. It is done on a copy, and this one cannot be saved, so "
-                f"not copied either: {str(error).strip().splitlines()[0]} Operate on the nn.Module that it was made "
+                f"not copied either: {first_line(error)} Operate on the nn.Module that it was made "
                 "from, then script or trace that."
             ) from error
         buffer = _without(buffer, list(without))

@@ -21,7 +21,7 @@ from .._torchscript import (
     wrap,
 )
 from ..address import Where
-from ..errors import CaptureError, OperatorError, SurgeryError
+from ..errors import CaptureError, OperatorError, SurgeryError, first_line
 from ..place import Target
 from ..tables import Site
 from .copies import copied
@@ -161,12 +161,12 @@ def _scripted(module: nn.Module) -> ScriptModule:
     with without_announcements():
         try:
             return torch.jit.script(module)
-        except (OperatorError, SurgeryError):
+        except SurgeryError:
             raise
         except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
             raise OperatorError(
                 f"a {type(module).__name__} was to be inserted in a ScriptModule, and TorchScript cannot compile it: "
-                f"{str(error).strip().splitlines()[0]} Give an operator in its language."
+                f"{first_line(error)} Give an operator in its language."
             ) from error
 
 
