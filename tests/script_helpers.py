@@ -33,6 +33,17 @@ FORMS: dict[str, Callable[..., torch.jit.ScriptModule]] = {
 }
 
 
+class CallsBack(nn.Module):
+    """A script of this calls Python, and cannot be saved."""
+
+    @torch.jit.ignore
+    def python(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.python(x)
+
+
 class ByHand(torch.autograd.Function):
     """The value of ``value`` and ``factor`` times the gradient, or none."""
 

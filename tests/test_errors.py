@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from script_helpers import CallsBack
 from torch import Tensor, nn
 
 import gradsurgery as gs
@@ -59,15 +60,6 @@ def scripted() -> object:
 def lost() -> object:
     net = gs.insert_grl(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), "1")
     return gs.verify(nn.SyncBatchNorm.convert_sync_batchnorm(net), torch.ones(2, 2))
-
-
-class CallsBack(nn.Module):
-    @torch.jit.ignore
-    def python(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.python(x)
 
 
 class Reads(nn.Linear):

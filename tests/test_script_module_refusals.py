@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from script_helpers import X, net, same, saved, traced, whole
+from script_helpers import CallsBack, X, net, same, saved, traced, whole
 from torch import Tensor, nn
 
 import gradsurgery as gs
@@ -32,15 +32,6 @@ class Reads(nn.Module):
 class Numbers(nn.Module):
     def forward(self, x: Tensor) -> int:
         return x.ndim
-
-
-class CallsBack(nn.Module):
-    @torch.jit.ignore
-    def python(self, x: Tensor) -> Tensor:
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.python(x)
 
 
 class Lists(nn.Module):
