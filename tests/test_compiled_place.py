@@ -89,6 +89,15 @@ def test_a_forward_that_was_replaced_before_is_refused(monkeypatch: pytest.Monke
         torch.compile(net, backend="aot_eager")(torch.ones(3))
 
 
+def test_a_value_without_gradients_is_refused() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.long()
+
+    with pytest.raises(Exception, match="no floating-point or complex tensor"):
+        torch.compile(gs.insert_grl(Counts(), ""), backend="aot_eager")(torch.ones(3))
+
+
 def test_a_new_strength_counts() -> None:
     net = network(gs.GradientReversal())
     call = compiled(net)

@@ -13,7 +13,7 @@ from .address import Element, Where
 from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
-from .operators.formula import scaled_by_formula, stopped_by_formula
+from .operators.formula import is_differentiable, scaled_by_formula, stopped_by_formula
 from .operators.moved import coefficient_of, moved
 from .operators.values import map_tensors
 from .passed_by import is_as_written, refuse_dropped, refuse_other_forward
@@ -152,7 +152,7 @@ class Place:
         # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
         if coefficient is None or "forward" in operator.__dict__ or operator.forward is None:
             return self.run(module, value)
-        if type(value) is not Tensor or has_torch_function_unary(value):
+        if type(value) is not Tensor or not is_differentiable(value) or has_torch_function_unary(value):
             return self.run(module, value)
         if coefficient == "lambd":
             return scaled_by_formula(value, -operator.lambd)
