@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import gradsurgery as gs
 
-from ._reference import Call, Step, hooked, same_output, step
+from ._reference import Call, Step, enliven, hooked, same_output, step
 
 LAMBD = 0.5
 FACTOR = -LAMBD
@@ -82,7 +82,7 @@ def measured(name: str, form: str) -> Result:
     at, size = MODELS[name]
     training = form != "trace"
     torch.manual_seed(0)
-    eager = timm.create_model(name, scriptable=True).train(training)
+    eager = enliven(timm.create_model(name, scriptable=True)).train(training)
     x = torch.randn(2, 3, size, size)
 
     def compiled() -> torch.jit.ScriptModule:
@@ -96,6 +96,8 @@ def measured(name: str, form: str) -> Result:
     plain = step(copy.deepcopy(eager), call, training)
     operated = gs.insert_grl(compiled(), at, LAMBD)
     result = Result()
+    if not right.gradient_faults(plain):
+        result.faults.append("the hook changes no gradient, so nothing can be told")
     for kind, one in (("in memory", operated), ("saved and loaded", saved(operated))):
         untouched = saved(compiled())  # two scripts of one class share their code, which has been optimised then
         for k in range(STEPS):

@@ -1,4 +1,4 @@
-"""Whole models as TorchScript: a slice of ``benchmarks/scripted``, a published file, and a process without this package."""
+"""Whole models as TorchScript: a slice of ``benchmarks/scripted``, a published file, a process without this package."""
 
 import subprocess
 import sys
@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.scripted import FORMS, SMALL, measured
 from script_helpers import by_hand, hooked, saved
 from torch import nn
 
 import gradsurgery as gs
-from benchmarks.scripted import FORMS, SMALL, measured
 
 pytestmark = pytest.mark.usefixtures("scripting")
+
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("form", FORMS)
