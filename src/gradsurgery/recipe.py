@@ -14,6 +14,7 @@ from torch import nn
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Example
 from .listing import places_of
+from .operate import Wanted, operate
 from .operators import (
     DetachedTransform,
     FrozenTransform,
@@ -25,7 +26,6 @@ from .operators import (
 )
 from .operators.coefficient import name_of
 from .operators.live import LIVE_KINDS, RecordedTransform
-from .surgery import Wanted, operate
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
 from .verify import refuse_lost

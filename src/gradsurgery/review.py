@@ -17,13 +17,13 @@ from .example import Example, read_example
 from .graft import without
 from .graph_module import NodePlace, values_at
 from .ledger import forget, lost_places
+from .operate import expect_places
 from .place import Place
 from .recorded.place import RecordedPlace, bypassed, remove_recorded
 from .resolve import At, resolve
 from .scripted.names import resolve_compiled
 from .scripted.place import CompiledPlace
 from .scripted.surgery import remove_compiled, sites_compiled, switched_off_compiled
-from .surgery import expect_places
 from .tables import Operation, Site, Table
 from .tap import HeadPlace, TapPlace
 from .wrappers import bare, refuse_compiled
