@@ -1,4 +1,4 @@
-"""Whole models as TorchScript: timm, a published file, and a process that does not know this package."""
+"""Whole models as TorchScript: a slice of ``benchmarks/scripted``, a published file, a process without this package."""
 
 import subprocess
 import sys
@@ -6,57 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
-from script_helpers import by_hand, hooked, saved, step
+from benchmarks.scripted import FORMS, SMALL, measured
+from script_helpers import by_hand, hooked, saved
 from torch import nn
 
 import gradsurgery as gs
 
 pytestmark = pytest.mark.usefixtures("scripting")
 
-MODELS = {
-    "resnet18": ("layer3.0.bn1", 64),
-    "efficientnet_b0": ("blocks.2.1", 64),
-    "mobilenetv3_small_050": ("blocks.1.0.bn1", 64),
-    "vit_tiny_patch16_224": ("blocks.5.attn.proj", 224),
-    "swin_tiny_patch4_window7_224": ("layers.2.blocks.3", 224),
-    "convnext_atto": ("stages.2.blocks.1.norm", 64),
-}
 
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("form", ["script, train", "trace"])
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of vit and swin, which look at sizes
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of a vit, which looks at sizes
 def test_timm(name: str, form: str) -> None:
-    at, size = MODELS[name]
-    torch.manual_seed(0)
-    eager = timm.create_model(name, scriptable=True).train("train" in form)
-    x = torch.randn(2, 3, size, size)
-    state = {key: value.clone() for key, value in eager.state_dict().items()}
-    convert = torch.jit.script if form != "trace" else lambda m: torch.jit.trace(m, x, check_trace=False)
-    model = gs.insert_grl(convert(eager), at, 0.5)
-    _, gradients = step(hooked(eager, [at]), x)
-    eager.load_state_dict(state)
-    untouched = step(eager, x)[1]
-    own_rounding = 0
-    for one in (model, saved(model)):
-        plain = saved(convert(eager))  # two scripts of one class share their code, which has been optimised then
-        for _ in range(3):
-            plain.load_state_dict(state, strict=False)  # a BatchNorm has moved its statistics
-            one.load_state_dict(state, strict=False)
-            unoperated, as_compiled = step(plain, x)
-            out, there = step(one, x)
-            assert torch.equal(out[0], unoperated[0])
-            for key, gradient in gradients.items():
-                if torch.equal(as_compiled[key], untouched[key]):
-                    assert torch.equal(there[key], gradient), key
-                else:  # optimised, TorchScript derives some ops otherwise, and draws for a drop path otherwise: so does
-                    # the untouched file
-                    own_rounding += 1
-                    factor = next(f for f in (1.0, -0.5) if torch.equal(gradient, untouched[key] * f))
-                    assert torch.equal(there[key], as_compiled[key] * factor), key
-    assert own_rounding == 0 or name.startswith(("efficientnet", "swin"))
+    found = measured(name, form)
+    assert not found.faults
+    assert found.compared
 
 
 def test_the_file_that_silero_vad_ships() -> None:

@@ -17,6 +17,7 @@ from .. import __version__, convert
 from ..audit import audit as audited
 from ..conversion import Conversion
 from ..errors import SurgeryError, VerificationError
+from ..formats import refuse_existing
 from ..recipe import apply
 from ..review import sites as sites_of
 from ..surgery import insert_grl, insert_scale_gradient, insert_stop_gradient
@@ -102,7 +103,7 @@ def audit(
     """Show what reaches each parameter with the operators on and off."""
     with _told(debug):
         if plot is not None:
-            convert.refuse_existing(plot, force)
+            refuse_existing(plot, force)
         patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
         args, kwargs = patient.example(image, shapes)
         found = (verify if check else audited)(patient.model, *args, **kwargs)
@@ -151,7 +152,7 @@ def convert_(
 ) -> None:
     """Write the operated model as TorchScript, torch.export or ONNX, once it is verified."""
     with _told(debug):
-        convert.refuse_existing(output, force)
+        refuse_existing(output, force)
         patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
         example: Any = patient.example(image, shapes)
         if to == "onnx":
