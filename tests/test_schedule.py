@@ -1,5 +1,6 @@
 """The strength of a reversal over a training run."""
 
+import json
 import math
 
 import pytest
@@ -67,6 +68,30 @@ def test_a_restart_goes_on_where_it_stopped():
     second.step()
     assert second.last_lambd == first.last_lambd
     assert repr(second) == f"GRLScheduler(step 5 of 10, lambd={dann(0.5):.6g})"
+
+
+@pytest.mark.parametrize("ramp", ["linear", "cosine", "constant", "dann"])
+def test_a_saved_state_brings_its_ramp_and_its_strength(ramp):
+    first = gs.GRLScheduler(reversed_net(), total_steps=10, ramp=ramp, gamma=4.0, max_lambd=0.25)
+    for _ in range(3):
+        first.step()
+    net = reversed_net()
+    second = gs.GRLScheduler(net, total_steps=99)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    first.step()
+    second.step()
+    assert lambdas(net) == [first.last_lambd] * 2
+    assert second.state_dict() == first.state_dict()
+
+
+def test_a_saved_state_with_a_function_as_the_ramp_asks_for_the_function():
+    first = gs.GRLScheduler(reversed_net(), total_steps=10, ramp=math.sqrt, max_lambd=0.25)
+    first.step()
+    with pytest.raises(gs.OperatorError, match=r"this scheduler has ramp='dann'. Make it with the same function"):
+        gs.GRLScheduler(reversed_net(), total_steps=99).load_state_dict(first.state_dict())
+    again = gs.GRLScheduler(reversed_net(), total_steps=99, ramp=math.sqrt)
+    again.load_state_dict(first.state_dict())
+    assert again.last_lambd == first.last_lambd == 0.25 * math.sqrt(0.1)
 
 
 def test_past_the_end_it_stays_and_says_so_once():

@@ -24,6 +24,7 @@ from .measure import strided
 from .operators.values import tensors_in
 from .place import Place
 from .progress import Progress
+from .recorded.place import recorded_graphs, recorded_places, remove_recorded
 from .stand_in import keeps_value
 from .tap import HeadPlace, TapPlace
 from .twin import twin
@@ -239,13 +240,15 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
     root, _ = twin(root)
     gone = [
         (module, place)
-        for _, module, place in list(places_of(root))
+        for _, module, place in places_of(root)
         if isinstance(place, Place)  # a part that is TorchScript already is shared with the original
         and not isinstance(place, HeadPlace | TapPlace)
         and keeps_value(place.operator(module))
     ]
     taps = {p.tap for _, _, p in places_of(root) if isinstance(p, HeadPlace) and p.training_only}
     gone += [(m, p) for _, m, p in places_of(root) if isinstance(p, HeadPlace | TapPlace) and p.tap in taps]
+    for graph in recorded_graphs(root.modules()):
+        remove_recorded(graph, [place for place in recorded_places(graph) if keeps_value(place.operator(graph))])
     withdraw(gone)
     with contextlib.suppress(NotImplementedError):  # the program of an export has one mode
         root.eval()

@@ -1,8 +1,4 @@
-"""A ``torch.fx.GraphModule`` as the patient: operators become nodes of its own graph, where anyone can read them.
-
-Modules that a trace has dissolved into ops are found through ``nn_module_stack``, which fx and ``torch.export`` write
-on every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
-"""
+"""A ``torch.fx.GraphModule`` as the patient: operators become nodes of its own graph, where anyone can read them."""
 
 import itertools
 import re
@@ -18,14 +14,10 @@ from .address import Address, Where
 from .errors import AddressError, CaptureError, OperatorError, closest
 from .operators.modules import refuse_unscriptable
 from .place import Place, Target
+from .stacks import Call, Stacks, is_ours, name_in
 from .wrappers import HOLDER
 
-__all__ = ["NodePlace", "Stacks", "insert_node", "node_places", "op_name", "remove_nodes", "resolve_nodes"]
-
-Call = dict[Node, None]
-"""The nodes of one call of one module, in order."""
-
-_VALUES = ("call_function", "call_method", "call_module")
+__all__ = ["NodePlace", "insert_node", "node_places", "recompile", "remove_nodes", "resolve_nodes", "values_at"]
 
 
 class NodePlace(nn.Module):
@@ -58,39 +50,6 @@ class NodePlace(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.place.where.text(self.place.inner))
-
-
-class Stacks:
-    """The calls of each module that a graph holds, dissolved or not."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.calls: dict[str, dict[str, Call]] = {}
-        self.kinds: dict[str, object] = {}
-        self.ops: dict[str, dict[str, Call]] = {}
-        nodes = [node for node in graph.nodes if node.op in _VALUES]
-        self.known = any("nn_module_stack" in node.meta for node in nodes) or all(n.op == "call_module" for n in nodes)
-        for node in nodes:
-            stack = [(key, path, kind) for key, (path, kind) in node.meta.get("nn_module_stack", {}).items() if path]
-            if node.op == "call_module" and not _is_ours(node) and not (stack and stack[-1][1] == node.target):
-                stack.append((node.name, str(node.target), None))
-            for key, path, kind in stack:
-                self.calls.setdefault(path, {}).setdefault(key, {})[node] = None
-                self.kinds[path] = kind
-            owner = stack[:-1] if node.op == "call_module" and not _is_ours(node) else stack
-            key, path = owner[-1][:2] if owner else ("", "")
-            self.ops.setdefault(path, {}).setdefault(key, {})[node] = None
-        self.calls[""] = {"": dict.fromkeys(nodes)}
-
-    def passes_on(self, path: str) -> bool:
-        """Whether a value of the module at a path is used outside of it; those of the guards of an export are not."""
-        return any(user not in call for call in self.calls[path].values() for node in call for user in node.users)
-
-    def is_a(self, path: str, held: nn.Module | None, cls: type) -> bool:
-        """Whether the module at a path is of a class; ``torch.export`` notes the name of the class only."""
-        kind = self.kinds.get(path)
-        if isinstance(kind, type):
-            return issubclass(kind, cls)
-        return kind == f"{cls.__module__}.{cls.__qualname__}" or isinstance(held, cls)
 
 
 def resolve_nodes(module: GraphModule, asked: Address, prefix: str = "") -> list[Target]:
@@ -152,7 +111,7 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
         for user in users:
             user.replace_input_with(value, node)
     module.graph.lint()
-    _recompile(module)
+    recompile(module)
     return place
 
 
@@ -162,17 +121,18 @@ def remove_nodes(module: GraphModule, gone: list[Place]) -> None:
     assert holder is not None
     names = {name for name, held in holder._modules.items() if isinstance(held, NodePlace) and held.place in gone}
     for node in list(module.graph.nodes):
-        if _is_ours(node) and str(node.target).rpartition(".")[2] in names:
+        if is_ours(node) and str(node.target).rpartition(".")[2] in names:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     for name in names:
         del holder._modules[name]
     if not holder._modules:
         del module._modules[HOLDER]
-    _recompile(module)
+    recompile(module)
 
 
-def _recompile(module: GraphModule) -> None:
+def recompile(module: GraphModule) -> None:
+    """Make the code of a GraphModule that of its graph, also where it is operated on itself."""
     module.recompile()
     cls = type(module)
     if is_overlay(cls):
@@ -183,7 +143,7 @@ def _recompile(module: GraphModule) -> None:
 
 def node_places(module: GraphModule) -> Iterator[NodePlace]:
     """The operators in a graph, in the order in which they run."""
-    targets = dict.fromkeys(str(node.target) for node in module.graph.nodes if _is_ours(node))
+    targets = dict.fromkeys(str(node.target) for node in module.graph.nodes if is_ours(node))
     for target in targets:
         held = module.get_submodule(target)
         if isinstance(held, NodePlace):
@@ -196,16 +156,10 @@ def module_at(module: GraphModule, path: str) -> nn.Module | None:
     return module.get_submodule(path) if called else None
 
 
-def op_name(node: Node) -> str:
-    """The name of what a node does, without fx's counter."""
-    if node.op != "call_function":
-        return str(node.target)
-    name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
-    in_place = getattr(node.target, "__module__", "") == "_operator" and name in _IN_PLACE
-    return name[1:] if in_place else name
-
-
-_IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "imod", "ipow", "iand", "ior", "ixor"}
+def values_at(target: Target) -> set[Node]:
+    """The values at a place."""
+    assert isinstance(target.module, GraphModule)
+    return {value for value, _ in _anchors(target.module.graph, target)}
 
 
 def _anchors(graph: Graph, target: Target) -> Iterator[tuple[Node, list[Node]]]:
@@ -234,14 +188,14 @@ def _entering(call: Call) -> Iterator[tuple[Node, list[Node]]]:
         if value.op == "get_attr" or value.op == "output":
             continue  # a parameter, which the module does not receive
         users = [user for user in value.users if user in call]
-        while len(users) == 1 and _is_ours(users[0]):
+        while len(users) == 1 and is_ours(users[0]):
             value, users = users[0], [user for user in users[0].users if user in call]
         yield value, users
 
 
 def _after_ours(node: Node, kind: str) -> Node:
     """The last operator that is at this very value already."""
-    while len(node.users) == 1 and _is_ours(user := next(iter(node.users))):
+    while len(node.users) == 1 and is_ours(user := next(iter(node.users))):
         held = user.graph.owning_module.get_submodule(str(user.target)) if user.graph.owning_module else None
         if not isinstance(held, NodePlace) or held.place.where.kind != kind:
             break
@@ -270,15 +224,6 @@ def _ops(stacks: Stacks, path: str, asked: Address) -> list[Where]:
 def _names(stacks: Stacks, path: str) -> list[str]:
     """The ops of one module, those of its call with the most of them."""
     calls = [
-        [name_in(node, path) for node in nodes if not _is_ours(node)] for nodes in stacks.ops.get(path, {}).values()
+        [name_in(node, path) for node in nodes if not is_ours(node)] for nodes in stacks.ops.get(path, {}).values()
     ]
     return max(calls, key=len, default=[])
-
-
-def name_in(node: Node, path: str) -> str:
-    name = op_name(node)
-    return name.removeprefix(path + ".") if node.op == "call_module" and path else name
-
-
-def _is_ours(node: Node) -> bool:
-    return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")

@@ -9,8 +9,8 @@ from torch.fx import GraphModule
 from .edit import join, withdraw
 from .errors import OperatorError, SurgeryError
 from .example import Example, ops_on, read_example, run_on
+from .operate import check_operator, expect_places
 from .resolve import At, resolve
-from .surgery import check_operator, expect_places
 from .tap import HeadPlace, Tap, TapPlace
 from .wrappers import bare, owns_parameters, refuse_compiled
 

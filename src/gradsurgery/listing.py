@@ -12,10 +12,12 @@ from .capture import sealed
 from .capture.record import Op
 from .example import Arguments, ops_on, outputs_on
 from .graft import graft_of, user_class
-from .graph_module import Stacks, name_in, node_places
+from .graph_module import node_places
 from .ledger import lost_places
 from .place import Place, Target
+from .recorded.place import RecordedPlace, recorded_graphs, recorded_places
 from .scripted.place import CompiledPlace, places_in
+from .stacks import Stacks, name_in
 from .tables import Operation, Site
 from .tree import Tree
 from .wrappers import walk
@@ -23,12 +25,16 @@ from .wrappers import walk
 __all__ = ["LeafTracer", "graph_of", "graph_sites", "module_sites", "op_sites", "operations_of", "places_of"]
 
 
-def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place | CompiledPlace]]:
+def places_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, Place | CompiledPlace | RecordedPlace]]:
     """Every place that is operated on, under every name of its module, as (path that was named, module, place)."""
-    for path, module in walk(root):
+    there = list(walk(root))
+    recorded = {id(graph) for graph in recorded_graphs(module for _, module in there)}
+    for path, module in there:
         if isinstance(module, torch.fx.GraphModule):
-            for held in node_places(module):
-                yield ".".join(filter(None, (path, held.place.inner))), module, held.place
+            in_graph: list[Place | RecordedPlace] = [*recorded_places(module)] if id(module) in recorded else []
+            in_graph += [held.place for held in node_places(module)]
+            for placed in in_graph:
+                yield ".".join(filter(None, (path, placed.inner))), module, placed
         if isinstance(module, torch.jit.ScriptModule):
             for compiled in places_in(module):
                 names = [name for name in (*path.split("."), *compiled.path.split(".")) if name]

@@ -14,6 +14,7 @@ from torch import nn
 from .errors import AddressError, OperatorError, SurgeryError
 from .example import Example
 from .listing import places_of
+from .operate import Wanted, operate
 from .operators import (
     DetachedTransform,
     FrozenTransform,
@@ -24,8 +25,7 @@ from .operators import (
     StraightThrough,
 )
 from .operators.coefficient import name_of
-from .scripted.place import LIVE_KINDS
-from .surgery import Wanted, operate
+from .operators.live import LIVE_KINDS, RecordedTransform
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
 from .verify import refuse_lost
@@ -74,7 +74,7 @@ def recipe(model: nn.Module) -> dict[str, Any]:
     steps: list[dict[str, Any]] = []
     places: set[int] = set()
     operators: dict[int, int] = {}
-    for path, module, place in places_of(root):
+    for path, module, place in list(places_of(root)):  # held, so that each has an id of its own
         if isinstance(place, HeadPlace | TapPlace):
             raise SurgeryError(
                 f"a recipe was asked for, but the model has the head {place.tap.name!r} at {place.tap.address!r}, and "
@@ -102,6 +102,12 @@ def recipe(model: nn.Module) -> dict[str, Any]:
 
 
 def _described(operator: nn.Module, address: str) -> dict[str, Any]:
+    if isinstance(operator, RecordedTransform):
+        raise OperatorError(
+            f"a recipe was asked for, but the {operator.kind.__name__} at {address!r} was recorded with the model: the "
+            "ops of its function are there, and not which function that was. Take the recipe from the model that was "
+            "exported."
+        )
     kind = LIVE_KINDS.get(type(operator), type(operator))
     if kind not in VALUES:
         raise OperatorError(

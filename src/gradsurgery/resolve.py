@@ -14,8 +14,9 @@ from .address import Address, Where
 from .capture.record import Op, list_ops
 from .errors import AddressError, CaptureError
 from .graft import user_class, without
-from .graph_module import Stacks, resolve_nodes
+from .graph_module import resolve_nodes
 from .place import Target
+from .stacks import Stacks
 from .tree import Tree, runs_never
 from .wrappers import child, children, refuse_scripted
 

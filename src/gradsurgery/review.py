@@ -15,14 +15,15 @@ from .edit import withdraw
 from .errors import AddressError, SurgeryError
 from .example import Example, read_example
 from .graft import without
-from .graph_module import NodePlace
+from .graph_module import NodePlace, values_at
 from .ledger import forget, lost_places
+from .operate import expect_places
 from .place import Place
+from .recorded.place import RecordedPlace, bypassed, remove_recorded
 from .resolve import At, resolve
 from .scripted.names import resolve_compiled
 from .scripted.place import CompiledPlace
 from .scripted.surgery import remove_compiled, sites_compiled, switched_off_compiled
-from .surgery import expect_places
 from .tables import Operation, Site, Table
 from .tap import HeadPlace, TapPlace
 from .wrappers import bare, refuse_compiled
@@ -30,7 +31,7 @@ from .wrappers import bare, refuse_compiled
 __all__ = ["disabled", "graph", "operations", "remove", "sites"]
 
 M = TypeVar("M", bound=nn.Module)
-Row = tuple[str, nn.Module, Place | CompiledPlace]
+Row = tuple[str, nn.Module, Place | CompiledPlace | RecordedPlace]
 
 
 def remove(model: M, at: At | None = None) -> M:
@@ -64,6 +65,7 @@ def remove(model: M, at: At | None = None) -> M:
     gone += [
         row for row in there if isinstance(row[2], HeadPlace | TapPlace) and row[2].tap in taps and row not in gone
     ]
+    _withdraw_recorded([(module, place) for _, module, place in gone if isinstance(place, RecordedPlace)])
     withdraw([(module, place) for _, module, place in gone if isinstance(place, Place)])
     _withdraw_compiled([(module, place) for _, module, place in gone if isinstance(place, CompiledPlace)])
     forget(root, lost)
@@ -128,8 +130,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """
     modules = list(bare(model).modules())
     nodes = [module for module in modules if isinstance(module, NodePlace) and module.active]
-    compiled = [module for module in modules if isinstance(module, torch.jit.ScriptModule)]
-    with without(modules), switched_off_compiled(compiled):
+    with without(modules), switched_off_compiled(modules), bypassed(modules):
         try:
             for node in nodes:
                 node.active = False
@@ -165,15 +166,29 @@ def _withdraw_compiled(gone: list[tuple[nn.Module, CompiledPlace]]) -> None:
         remove_compiled(root, [place for module, place in gone if module is root])
 
 
+def _withdraw_recorded(gone: list[tuple[nn.Module, RecordedPlace]]) -> None:
+    for graph in {id(module): module for module, _ in gone}.values():
+        assert isinstance(graph, torch.fx.GraphModule)
+        remove_recorded(graph, [place for module, place in gone if module is graph])
+
+
 def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
     if isinstance(root, torch.jit.ScriptModule):
         return _at_compiled(root, there, at)
-    named = {_key(target.key) for target in resolve(root, at)}
+    targets = list(resolve(root, at))
     with contextlib.suppress(AddressError):  # an op, which has no input side
-        named |= {_key(target.key) for target in resolve(root, at, "input")}
-    return [
-        row for row in there if isinstance(row[2], Place) and _key((id(row[1]), row[2].inner, row[2].where)) in named
-    ]
+        targets += resolve(root, at, "input")
+    named = {_key(target.key) for target in targets}
+    # A recorded operator may have been inserted under another name for the same value.
+    graphs = [target for target in targets if isinstance(target.module, torch.fx.GraphModule)]
+    values = {(target.where.kind, value) for target in graphs for value in values_at(target)}
+
+    def is_named(module: nn.Module, place: Place | CompiledPlace | RecordedPlace) -> bool:
+        if isinstance(place, RecordedPlace):
+            return any((place.where.kind, value) in values for value in place.values)
+        return isinstance(place, Place) and _key((id(module), place.inner, place.where)) in named
+
+    return [row for row in there if is_named(row[1], row[2])]
 
 
 def _at_compiled(root: torch.jit.ScriptModule, there: list[Row], at: At) -> list[Row]:

@@ -58,6 +58,8 @@ class GRLScheduler:
         self.total_steps = total_steps
         self.max_lambd = GradientReversal(max_lambd).lambd
         self.last_step = 0
+        self.ramp = ramp
+        self.gamma = gamma
         self._ramp = _named_ramp(ramp, gamma)
         self._reversals = _reversals_of(reversals)
         self._set()
@@ -79,12 +81,26 @@ class GRLScheduler:
         self._set()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved to go on after a restart."""
-        return {"last_step": self.last_step, "total_steps": self.total_steps}
+        """What has to be saved to go on after a restart; a ramp that is a function of yours is not in it."""
+        ramp = None if callable(self.ramp) else self.ramp
+        kept = {name: getattr(self, name) for name in ("last_step", "total_steps", "gamma", "max_lambd")}
+        return {**kept, "ramp": ramp}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, with the strength that belongs to it."""
+        """Go on from a saved state, with the ramp and the strength that belong to it.
+
+        Raises:
+            OperatorError: where it was saved with a function as the ramp, and this scheduler has none.
+        """
+        if state["ramp"] is None and not callable(self.ramp):
+            raise OperatorError(
+                f"a state was to be loaded that was saved with a function as the ramp, and this scheduler has "
+                f"ramp={self.ramp!r}. Make it with the same function: GRLScheduler(..., ramp=function)."
+            )
+        self.ramp = state["ramp"] if state["ramp"] is not None else self.ramp
         self.last_step, self.total_steps = int(state["last_step"]), int(state["total_steps"])
+        self.gamma, self.max_lambd = float(state["gamma"]), float(state["max_lambd"])
+        self._ramp = _named_ramp(self.ramp, self.gamma)
         self._set()
 
     def __repr__(self) -> str:

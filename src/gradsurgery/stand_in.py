@@ -25,6 +25,7 @@ from .operators import (
 from .operators.formula import is_differentiable, private_copy
 from .operators.values import map_tensors
 from .place import Place
+from .recorded.place import RecordedPlace, bypassed
 from .review import disabled
 from .scripted.place import CompiledPlace
 from .scripted.surgery import switched_off_compiled
@@ -51,7 +52,7 @@ class Held:
     address: str
     side: str
     module: nn.Module
-    place: Place | CompiledPlace
+    place: Place | CompiledPlace | RecordedPlace
     operator: nn.Module
 
     def __str__(self) -> str:
@@ -69,11 +70,12 @@ def held_places(root: nn.Module, alone: bool = True) -> list[Held]:
         if isinstance(place, HeadPlace):
             if place.branch is not None:
                 found.setdefault(id(place), Held(place.tap.address, "head", module, place, place.branch))
-        elif isinstance(place, CompiledPlace) and alone:
+        elif isinstance(place, CompiledPlace | RecordedPlace) and alone:
+            part = "TorchScript has compiled" if isinstance(place, CompiledPlace) else "was recorded as a graph of ops"
             raise SurgeryError(
                 f"each operator was to be verified alone, and the one at {place.where.text(path)!r} is in a part of "
-                "the model that TorchScript has compiled, where no other can be put in its place. gs.audit(model, ...) "
-                "measures what all of them do together; or verify the nn.Module, then convert it."
+                f"the model that {part}, where no other can be put in its place. gs.audit(model, ...) measures what "
+                "all of them do together; or verify the nn.Module, then convert it."
             )
         elif not isinstance(place, TapPlace):
             where = place.where
@@ -85,11 +87,11 @@ def held_places(root: nn.Module, alone: bool = True) -> list[Held]:
 def switched_off(root: nn.Module, places: list[Held]) -> Iterator[None]:
     """Context manager in which no operator acts: the model as it was, but for its heads, which the loss may need."""
     heads = any(isinstance(place, HeadPlace) for _, _, place in places_of(root))
-    compiled = [module for module in root.modules() if isinstance(module, torch.jit.ScriptModule)]
     with contextlib.ExitStack() as stack:
         if heads:
             stack.enter_context(replaced(places, {}))
-            stack.enter_context(switched_off_compiled(compiled))
+            stack.enter_context(switched_off_compiled(root.modules()))
+            stack.enter_context(bypassed(root.modules()))
         else:
             stack.enter_context(disabled(root))
         yield

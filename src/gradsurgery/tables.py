@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .place import Place
+from .recorded.place import RecordedPlace
 from .scripted.place import CompiledPlace
 from .tap import Tap, TapPlace
 
@@ -25,7 +26,8 @@ class Operation:
             one.
         head: the name of that head, or None.
         operator: the module that does it.
-        runs: eager forwards through it since it was inserted; compiled code does not count. None in TorchScript.
+        runs: eager forwards through it since it was inserted; compiled code does not count. None in TorchScript, and
+            where it was recorded with its model.
         lost: the class of an operator that another tool has dropped, with the module that it was on, or None. Then
             ``operator`` is None; insert again, or :func:`gradsurgery.remove` the row.
     """
@@ -35,7 +37,11 @@ class Operation:
     __slots__ = ("_module", "_place", "address", "head", "lost", "side")
 
     def __init__(
-        self, address: str, module: nn.Module | None, place: Place | CompiledPlace, lost: str | None = None
+        self,
+        address: str,
+        module: nn.Module | None,
+        place: Place | CompiledPlace | RecordedPlace,
+        lost: str | None = None,
     ) -> None:
         self.address = address
         self.lost = lost
@@ -51,7 +57,7 @@ class Operation:
 
     @property
     def runs(self) -> int | None:
-        """Eager forwards since the insertion; None in TorchScript, which does not count."""
+        """Eager forwards since the insertion; None where nobody counts."""
         return self._place.runs
 
     def cells(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..errors import AddressError, SurgeryError, closest
 from ..graft import user_class
-from ..graph_module import NodePlace, Stacks, op_name
+from ..graph_module import NodePlace
 from ..listing import LeafTracer
 from ..operators import (
     GradientReversal,
@@ -20,8 +20,10 @@ from ..operators import (
     scale_gradient,
     stop_gradient,
 )
+from ..recorded.place import recorded_places
 from ..review import operations, sites
 from ..scripted.place import walk_compiled
+from ..stacks import Stacks, op_name
 from ..tables import Operation, Site, one_line
 from ..wrappers import bare, children, walk
 
@@ -99,9 +101,11 @@ def _in_graph(root: GraphModule, path: str) -> list[Line]:
     if path not in calls:
         raise AddressError(f"{path!r} was to be shown, and the graph has no such module; {closest(path, calls)}.")
     lines = [Line(f"{path or 'the model'} (graph)")]
+    marks = {p.value or p.nodes[-1]: place.operator(root) for place in recorded_places(root) for p in place.parts}
     for node in (node for call in calls[path].values() for node in call):
         held = root.get_submodule(str(node.target)) if node.op == "call_module" else None
-        lines.append(_line(node, (one_line(held.operator),) if isinstance(held, NodePlace) else ()))
+        operator = held.operator if isinstance(held, NodePlace) else marks.get(node)
+        lines.append(_line(node, (one_line(operator),) if operator is not None else ()))
     return lines
 
 

@@ -11,10 +11,10 @@ from torch.jit import ScriptModule
 from .._torchscript import compiled_value, set_compiled_value
 from ..address import Where, parse
 from ..errors import OperatorError
-from ..operators import GradientReversal, ScaleGradient, StopGradient
+from ..operators import StopGradient
+from ..operators.live import LiveReversal, LiveScale
 
 __all__ = [
-    "LIVE_KINDS",
     "CompiledPlace",
     "ScriptPlace",
     "is_place",
@@ -115,9 +115,8 @@ class CompiledPlace:
     def operator(self, module: nn.Module) -> nn.Module:
         """The operator, live: a strength that is set on it counts from the next forward on."""
         operator = place_at(self.held, "operator")
-        kind = _LIVE.get(operator.original_name)
         # The same object each time: places and operators are told apart by identity.
-        return operator if kind is None else _kept(operator, "_gs_live", lambda: kind(operator))
+        return _kept(operator, "_gs_live", lambda: _live(operator))
 
 
 def is_place(child: object) -> bool:
@@ -158,42 +157,17 @@ def _kept(module: ScriptModule, name: str, make: Callable[[], Any]) -> Any:
     return module.__dict__[name]
 
 
-# --- live operators: what is set is checked at once, and what is read is what the compiled code reads -----------------
+def _live(compiled: ScriptModule) -> nn.Module:
+    name = {"GradientReversal": "lambd", "ScaleGradient": "scale"}.get(compiled.original_name, "")
 
+    def read() -> float:
+        return float(compiled_value(compiled, name))
 
-class _LiveReversal(GradientReversal):
-    def __init__(self, compiled: ScriptModule) -> None:
-        nn.Module.__init__(self)
-        self.__dict__["compiled"] = compiled
+    def write(value: float) -> None:
+        set_compiled_value(compiled, name, value)
 
-    lambd: float = property(  # type: ignore[assignment]
-        lambda self: compiled_value(self.compiled, "lambd"),
-        lambda self, value: set_compiled_value(self.compiled, "lambd", value),
-    )
-
-    def _get_name(self) -> str:
-        return "GradientReversal"
-
-
-class _LiveScale(ScaleGradient):
-    def __init__(self, compiled: ScriptModule) -> None:
-        nn.Module.__init__(self)
-        self.__dict__["compiled"] = compiled
-
-    scale: float = property(  # type: ignore[assignment]
-        lambda self: compiled_value(self.compiled, "scale"),
-        lambda self, value: set_compiled_value(self.compiled, "scale", value),
-    )
-
-    def _get_name(self) -> str:
-        return "ScaleGradient"
-
-
-LIVE_KINDS: dict[type[nn.Module], type[nn.Module]] = {_LiveReversal: GradientReversal, _LiveScale: ScaleGradient}
-"""The operator that a live one is."""
-
-_LIVE: dict[str, Any] = {
-    "GradientReversal": _LiveReversal,
-    "ScaleGradient": _LiveScale,
-    "StopGradient": lambda compiled: StopGradient(),
-}
+    if name == "lambd":
+        return LiveReversal(read, write)
+    if name == "scale":
+        return LiveScale(read, write)
+    return StopGradient() if compiled.original_name == "StopGradient" else compiled

@@ -99,8 +99,9 @@ def remove_compiled(root: ScriptModule, gone: list[CompiledPlace]) -> None:
 
 
 @contextlib.contextmanager
-def switched_off_compiled(roots: Iterable[ScriptModule]) -> Iterator[None]:
-    """Context manager in which no operator of these acts."""
+def switched_off_compiled(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context manager in which no operator of those of these that are ScriptModules acts."""
+    roots = [module for module in modules if isinstance(module, ScriptModule)]
     held = [place.held for root in roots for place in places_in(root) if compiled_value(place.held, "active")]
     try:
         for one in held:
