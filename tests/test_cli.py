@@ -222,6 +222,13 @@ def test_a_script_is_operated_on_and_written_again() -> None:
     grads = {name: p.grad for name, p in plain.named_parameters()}
     for name, p in operated.named_parameters():
         assert torch.equal(p.grad, grads[name] * (1.0 if name.startswith("head") else -0.5))
+    again = run("audit", "operated.pt", "--scale", "stem=0.25", *SMALL, "--json")
+    said = (
+        "'operated.pt' came with GradientReversal(lambd=0.5) at 'body', which is measured with what was asked for here"
+    )
+    assert said in json.loads(again.stdout)["notes"] and said in again.stderr
+    both = {row["parameter"]: row["factor"] for row in json.loads(again.stdout)["parameters"]}
+    assert [both[f"{name}.weight"] for name in ("stem", "body", "head")] == [-0.125, -0.5, 1.0]
     assert "no TorchScript" in refused("convert", "net.pt", "--to", "exported", "-o", "net.pt2", *SMALL)
     assert "no such module" in refused("show", "net.pt", "tail")
 

@@ -22,6 +22,7 @@ from ..recipe import apply
 from ..review import operations
 from ..review import sites as sites_of
 from ..surgery import insert_grl, insert_scale_gradient, insert_stop_gradient
+from ..tables import one_line
 from ..verify import verify
 from .patient import Patient, load
 from .shown import graph_lines, site_cells
@@ -106,7 +107,12 @@ def audit(
         if plot is not None:
             convert.refuse_existing(plot, force)
             matplotlib_classes()
-        patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
+        patient = _loaded(model, pretrained, trust)
+        if brought := operations(patient.model):
+            listed = ", ".join(f"{one_line(row.operator)} at {row.address!r}" for row in brought)
+            patient.notes.append(f"{model!r} came with {listed}, which is measured with what was asked for here")
+            _note(patient.notes[-1])
+        patient = _operated(patient, grl, scale, stop, recipe, train)
         if not operations(patient.model):
             raise SurgeryError(
                 f"an audit of {model!r} was asked for, and nothing is inserted in it. Give --grl, --scale, --stop or "
