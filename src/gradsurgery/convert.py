@@ -7,8 +7,6 @@ not at the object in memory, to compare every gradient and not the output alone,
 import contextlib
 import io
 import os
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,21 @@ from torch import nn
 
 from .conversion import Compared, Conversion, Reference, say
 from .edit import withdraw
-from .errors import SurgeryError, first_line
+from .errors import SurgeryError
 from .example import Arguments, Example, read_example
+from .formats import (
+    PathLike,
+    loaded_program,
+    loaded_script,
+    made_by,
+    onnx_runtime,
+    quiet,
+    refuse_existing,
+    run_onnx,
+    scripted_or_traced,
+    written,
+)
 from .listing import places_of
-from .measure import strided
-from .operators.values import tensors_in
 from .place import Place
 from .progress import Progress
 from .recorded.place import recorded_graphs, recorded_places, remove_recorded
@@ -31,9 +39,7 @@ from .twin import twin
 from .verify import refuse_lost
 from .wrappers import bare, refuse_compiled
 
-__all__ = ["exported", "onnx", "refuse_existing", "to_exported", "to_onnx", "to_torchscript", "torchscript"]
-
-PathLike = str | os.PathLike[str]
+__all__ = ["exported", "onnx", "to_exported", "to_onnx", "to_torchscript", "torchscript"]
 
 SCRIPT_RUNS = 3
 """TorchScript watches two forwards and has optimised the third."""
@@ -156,25 +162,25 @@ def torchscript(
 ) -> Conversion:
     """:func:`to_torchscript`, with the report instead of the print."""
     root, arguments = _checked(model, path, force, for_inference), read_example(example)
-    with _quiet() as warned, Progress("convert", 3 + SCRIPT_RUNS) as progress:
-        how, made = _scripted_or_traced(root, arguments)
+    with quiet() as warned, Progress("convert", 3 + SCRIPT_RUNS) as progress:
+        how, script = scripted_or_traced(root, arguments)
         decisions = sum(issubclass(one.category, torch.jit.TracerWarning) for one in warned)
         progress.step()
         buffer = io.BytesIO()
-        torch.jit.save(made, buffer)
+        torch.jit.save(script, buffer)
         progress.step()
-        loaded = _loaded_script(buffer)
+        loaded = loaded_script(buffer)
         if arguments is None:
             checks, notes = [Compared("outputs and gradients", "not checked", "no example was given")], []
         else:
             reference = Reference(root, arguments, not for_inference, progress)
             checks, notes = reference.hold(loaded, SCRIPT_RUNS), _idle(reference)
-            loaded = _loaded_script(buffer)  # the runs may have changed it
+            loaded = loaded_script(buffer)  # the runs may have changed it
     if how.startswith("traced"):
         notes.append("a trace has the branches, shapes and mode of the example, and ignores train() and eval()")
     if decisions:
         notes.append(f"{decisions} values of the example became constants of the trace")
-    return _written(Conversion("torchscript", how, loaded, buffer.getvalue(), checks, notes), path, force)
+    return written(Conversion("torchscript", how, loaded, buffer.getvalue(), checks, notes), path, force)
 
 
 def exported(
@@ -192,39 +198,39 @@ def exported(
     if path is not None and Path(path).suffix != ".pt2":
         raise SurgeryError(f"path={os.fspath(path)!r} was asked for. torch.export loads a file that ends in '.pt2'.")
     args, kwargs = arguments
-    with _quiet(), Progress("convert", 4) as progress:
-        program = _made("torch.export", lambda: torch.export.export(root, args, kwargs, **options))
+    with quiet(), Progress("convert", 4) as progress:
+        program = made_by("torch.export", lambda: torch.export.export(root, args, kwargs, **options))
         progress.step()
         buffer = io.BytesIO()
-        _made("torch.export.save", lambda: torch.export.save(program, buffer))
+        made_by("torch.export.save", lambda: torch.export.save(program, buffer))
         progress.step()
         reference = Reference(root, arguments, not for_inference, progress)
-        checks = reference.hold(_loaded_program(buffer).module())
-        loaded = _loaded_program(buffer)
+        checks = reference.hold(loaded_program(buffer).module())
+        loaded = loaded_program(buffer)
     notes = _idle(reference)
     if any(True for _ in places_of(root)):
         notes.append("run_decompositions loses the operators: train program.module() as it is")
-    return _written(Conversion("exported", _mode(root), loaded, buffer.getvalue(), checks, notes), path, force)
+    return written(Conversion("exported", _mode(root), loaded, buffer.getvalue(), checks, notes), path, force)
 
 
 def onnx(
     model: nn.Module, example: Example, path: PathLike | None = None, *, force: bool = False, **options: Any
 ) -> Conversion:
     """:func:`to_onnx`, with the report instead of the print."""
-    runtime = _onnxruntime()
+    runtime = onnx_runtime()
     root, arguments = _checked(model, path, force, for_inference=True), _needed(example, "torch.onnx")
     args, kwargs = arguments
-    with _quiet(), Progress("convert", 3) as progress:
+    with quiet(), Progress("convert", 3) as progress:
         reference = Reference(root, arguments, False, progress)
         options = {"dynamo": True, "verbose": False, **options}
-        program = _made("torch.onnx", lambda: torch.onnx.export(root, args, kwargs=kwargs, **options))
+        program = made_by("torch.onnx", lambda: torch.onnx.export(root, args, kwargs=kwargs, **options))
         progress.step()
-        content = _made("torch.onnx", lambda: program.model_proto.SerializeToString())
-        outputs = _made("onnxruntime", lambda: _run_onnx(runtime, content, arguments))
+        content = made_by("torch.onnx", lambda: program.model_proto.SerializeToString())
+        outputs = made_by("onnxruntime", lambda: run_onnx(runtime, content, arguments))
         check = reference.forward(outputs)
         progress.step()
     notes = [f"run with onnxruntime {runtime.__version__}; ONNX holds no gradient"]
-    return _written(Conversion("onnx", _mode(root), program, content, [check], notes), path, force)
+    return written(Conversion("onnx", _mode(root), program, content, [check], notes), path, force)
 
 
 def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference: bool) -> nn.Module:
@@ -255,110 +261,11 @@ def _checked(model: nn.Module, path: PathLike | None, force: bool, for_inference
     return root
 
 
-def refuse_existing(path: PathLike, force: bool) -> None:
-    """Refuse to write where there is something already, or where nothing can be."""
-    asked = Path(path)
-    if asked.exists() and not asked.is_file():
-        what = "a directory" if asked.is_dir() else "no ordinary file"
-        raise SurgeryError(f"{str(asked)!r} was to be written, and is {what}. Give the name of a file.")
-    if not asked.parent.is_dir():
-        raise SurgeryError(f"{str(asked)!r} was to be written, and there is no directory {str(asked.parent)!r}.")
-    if asked.exists() and not force:
-        raise SurgeryError(
-            f"{str(asked)!r} was to be written, and exists already. Give another path, or force=True (--force) to "
-            "replace it."
-        )
-
-
-def _written(conversion: Conversion, path: PathLike | None, force: bool) -> Conversion:
-    if path is not None:
-        refuse_existing(path, force)  # it took a while
-        target = Path(path).resolve()  # what a link leads to, and not the link
-        part = target.with_name(f"{target.name}.part")
-        try:
-            part.write_bytes(conversion.content)
-            part.replace(target)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise SurgeryError(f"{os.fspath(path)!r} could not be written: {error}.") from error
-        conversion.path = os.fspath(path)
-    return conversion
-
-
-def _scripted_or_traced(root: nn.Module, arguments: Arguments | None) -> tuple[str, torch.jit.ScriptModule]:
-    if isinstance(root, torch.jit.ScriptModule):
-        return "a script already", root
-    try:
-        return "scripted", torch.jit.script(root)
-    except Exception as error:  # of many kinds, one for each thing that TorchScript does not know
-        reason = first_line(error).rstrip(".")
-        if arguments is None:
-            raise SurgeryError(
-                f"TorchScript was asked for, and cannot compile this model: {reason}. Give example=, on which it can "
-                "be traced instead."
-            ) from error
-    args, kwargs = arguments
-    try:
-        made = torch.jit.trace(root, args, example_kwarg_inputs=kwargs or None, strict=False, check_trace=False)
-    except Exception as error:
-        also = first_line(error).rstrip(".")
-        raise SurgeryError(
-            f"TorchScript was asked for, and this model can neither be compiled ({reason}) nor traced "
-            f"({also}). Convert it to another format, or take out what the messages name."
-        ) from error
-    return f"traced, since it cannot be scripted: {reason}", made
-
-
-def _loaded_script(buffer: io.BytesIO) -> torch.jit.ScriptModule:
-    buffer.seek(0)
-    return torch.jit.load(buffer)
-
-
-def _loaded_program(buffer: io.BytesIO) -> torch.export.ExportedProgram:
-    buffer.seek(0)
-    return torch.export.load(buffer)
-
-
-def _run_onnx(runtime: Any, content: bytes, arguments: Arguments) -> list[torch.Tensor]:
-    given = tensors_in(arguments)
-    session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-    if len(names) != len(given):
-        raise ValueError(f"it takes {len(names)} inputs ({', '.join(names)}), and the example has {len(given)} tensors")
-    fed = {name: strided(t.detach()).cpu().numpy() for name, t in zip(names, given, strict=True)}
-    return [torch.from_numpy(one) for one in session.run(None, fed)]
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-        import onnxscript  # noqa: F401 - what torch.onnx exports with
-    except ImportError as error:
-        raise SurgeryError(
-            f"to_onnx was asked for a verified ONNX file, and {error.name} is not installed. "
-            'Install it with python -m pip install "gradsurgery[onnx]".'
-        ) from error
-    return onnxruntime
-
-
 def _needed(example: Example, tool: str) -> Arguments:
     arguments = read_example(example)
     if arguments is None:
         raise SurgeryError(f"{tool} was asked for without an example, on which it runs the model. Give example=.")
     return arguments
-
-
-def _made(tool: str, make: Callable[[], Any]) -> Any:
-    try:
-        return make()
-    except SurgeryError:
-        raise
-    except Exception as error:
-        said = first_line(error).rstrip(".")
-        raise SurgeryError(
-            f"{tool} was asked for, and refuses this model: {type(error).__name__}: {said}. "
-            "gs.disabled(model) tells whether it takes the model without the operators."
-        ) from error
 
 
 def _idle(reference: Reference) -> list[str]:
@@ -369,11 +276,3 @@ def _mode(root: nn.Module) -> str:
     if "train" in root.__dict__:  # torch.export puts one there that raises
         return "in the mode that it was exported in"
     return "in training mode" if root.training else "in evaluation mode"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """What torch warns of while it converts is either said here in the report or for whoever maintains torch."""
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        yield warned

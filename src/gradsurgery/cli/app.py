@@ -18,6 +18,7 @@ from ..audit import audit as audited
 from ..conversion import Conversion
 from ..draw import matplotlib_classes
 from ..errors import SurgeryError, VerificationError
+from ..formats import refuse_existing
 from ..recipe import apply
 from ..review import operations
 from ..review import sites as sites_of
@@ -105,7 +106,7 @@ def audit(
     """Show what reaches each parameter with the operators on and off."""
     with _told(debug) as out:
         if plot is not None:
-            convert.refuse_existing(plot, force)
+            refuse_existing(plot, force)
             matplotlib_classes()
         patient = _loaded(model, pretrained, trust)
         if brought := operations(patient.model):
@@ -166,7 +167,7 @@ def convert_(
 ) -> None:
     """Write the operated model as TorchScript, torch.export or ONNX, once it is verified."""
     with _told(debug) as out:
-        convert.refuse_existing(output, force)
+        refuse_existing(output, force)
         patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
         example: Any = patient.example(image, shapes)
         if to == "onnx":
