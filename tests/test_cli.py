@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 import gradsurgery as gs
 from gradsurgery import progress
+from gradsurgery.__main__ import main
 from gradsurgery.cli.app import app
+from gradsurgery.cli.shown import graph_lines
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,8 +64,24 @@ class Lies(nn.Module):
             y = y * 2
         return y
 
+class Chatty(Lies):
+    def __init__(self):
+        super().__init__()
+        print("built")
+
+    def forward(self, x):
+        print("run")
+        return self.linear(x)
+
+class Leaves(Lies):
+    def forward(self, x):
+        raise SystemExit(7)
+
 net = Net()
 number = 3
+
+def ends():
+    raise SystemExit(5)
 
 def not_a_number():
     made = Net()
@@ -204,6 +222,13 @@ def test_a_script_is_operated_on_and_written_again() -> None:
     grads = {name: p.grad for name, p in plain.named_parameters()}
     for name, p in operated.named_parameters():
         assert torch.equal(p.grad, grads[name] * (1.0 if name.startswith("head") else -0.5))
+    again = run("audit", "operated.pt", "--scale", "stem=0.25", *SMALL, "--json")
+    said = (
+        "'operated.pt' came with GradientReversal(lambd=0.5) at 'body', which is measured with what was asked for here"
+    )
+    assert said in json.loads(again.stdout)["notes"] and said in again.stderr
+    both = {row["parameter"]: row["factor"] for row in json.loads(again.stdout)["parameters"]}
+    assert [both[f"{name}.weight"] for name in ("stem", "body", "head")] == [-0.125, -0.5, 1.0]
     assert "no TorchScript" in refused("convert", "net.pt", "--to", "exported", "-o", "net.pt2", *SMALL)
     assert "no such module" in refused("show", "net.pt", "tail")
 
@@ -245,13 +270,24 @@ def test_a_promise_that_does_not_hold_has_a_code_of_its_own() -> None:
     assert not Path("net.pt").exists()
 
 
+class Operates(nn.Module):
+    """Operators that a model has in its own code, one with a strength that it computes."""
+
+    def forward(self, x: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
+        return gs.reverse_gradient(gs.scale_gradient(x=x, scale=2.0), strength)
+
+
 def test_show_marks_the_operators() -> None:
     out = done("show", "resnet18", "layer3.0", "--grl", "layer3.0:add=0.5", "--stop", "layer3.0.conv1")
     lines = out.splitlines()
     assert lines[0] == "layer3.0 (BasicBlock)"
     assert "  %conv1 = conv1(x)  <== output: StopGradient()" in lines
-    assert "  %reverse_gradient = reverse_gradient(add, 0.5)  <== an operator" in lines
+    assert "  %reverse_gradient = reverse_gradient(add, 0.5)  <== op: GradientReversal(lambd=0.5)" in lines
     assert sum("<==" in line for line in lines) == 2
+    layers = graph_lines(gs.insert_transform(timm.create_model("resnet18"), "layer3.0:add", torch.round), "layer3.0")
+    assert [line.operators for line in layers if line.operators] == [("op: StraightThrough(fn=round)",)]
+    own = [line.operators for line in graph_lines(Operates(), "")]
+    assert own == [(), ("op: ScaleGradient(scale=2.0)",), ("op: GradientReversal",), ()]
     whole = as_json("show", "resnet18", "--grl", "layer3")
     assert [line["text"] for line in whole if line["operators"]] == ["  %layer3 = layer3(layer2)"]
     branches = done("show", "factories:Branches", "--grl", "stem")
@@ -264,6 +300,13 @@ def test_show_without_a_trace_lists_the_ops() -> None:
     assert lines[0].startswith("layers.0 (SwinTransformerStage)")
     looped = done("show", "factories:Branches", "--grl", "body").splitlines()
     assert any(line.endswith("<== output: GradientReversal(lambd=1.0)") for line in looped)
+
+
+@pytest.mark.usefixtures("scripting")
+def test_show_of_a_script_marks_the_children_of_a_container() -> None:
+    gs.insert_grl(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), "0").save("net.pt")
+    marked = [line["text"].strip() for line in as_json("show", "net.pt") if line["operators"]]
+    assert marked == ['_0 = getattr(self, "0")']
 
 
 def test_show_of_a_program() -> None:
@@ -303,6 +346,8 @@ def test_a_recipe_is_applied_first() -> None:
         (("os; import x:net",), "is no package.module:factory"),
         (("factories:number",), "is a int"),
         (("factories:breaks",), "raised RuntimeError: no data here"),
+        (("factories:ends",), "raised SystemExit: 5"),
+        (("",), "'' is no model of timm"),
         (("factories:needs",), "its signature is \\(width\\)"),
         (("factories:text",), "returned a str"),
         (("factories:net", "--pretrained"), "is no timm name"),
@@ -336,6 +381,10 @@ def test_what_is_refused_is_one_line_and_code_1(arguments: tuple[str, ...], said
 )
 def test_wrong_usage_is_code_2(arguments: tuple[str, ...]) -> None:
     refused(*arguments, code=2)
+
+
+def test_an_audit_without_operators_says_how_to_give_one() -> None:
+    assert "Give --grl, --scale, --stop or --recipe" in refused("audit", "factories:net", *SMALL)
 
 
 def test_an_equals_sign_in_a_key_is_part_of_the_place() -> None:
@@ -414,17 +463,40 @@ def test_a_process_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_the_extra_it_says_what_to_install(missing: str, here: Path) -> None:
-    (here / missing).mkdir()
-    (here / missing / "__init__.py").write_text(f"raise ModuleNotFoundError('none', name={missing!r})")
-    run = shell("sites", "resnet18", PYTHONPATH=os.pathsep.join([str(here), *sys.path]))
-    assert run.returncode == 2
-    assert run.stderr.startswith(f"the command line was asked for, and {missing} is not installed. ")
-    assert '"gradsurgery[cli]"' in run.stderr
+def test_without_the_extra_it_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)  # to import it raises ModuleNotFoundError
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"the command line was asked for, and {missing} is not installed. ")
+    assert '"gradsurgery[cli]"' in said
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = refused("audit", "factories:not_there", "--grl", "body", "--plot", "out.png")
+    assert '"gradsurgery[plot]"' in said
+
+
+def test_what_a_model_prints_is_not_among_the_results() -> None:
+    result = run("audit", "factories:Chatty", "--grl", "linear", "--input", "2x8", "--json")
+    assert json.loads(result.stdout)["operators"][0]["address"] == "linear"
+    assert "built\n" in result.stderr and "run\n" in result.stderr
+
+
+@pytest.mark.parametrize(("source", "said"), [("def f(:", "SyntaxError"), ("raise SystemExit(3)", "SystemExit: 3")])
+def test_a_module_that_fails_when_it_is_imported_is_refused(source: str, said: str, here: Path) -> None:
+    (here / "broken.py").write_text(source)
+    assert f"importing 'broken' raised {said}" in refused("sites", "broken:net")
+
+
+def test_a_forward_that_ends_the_process_ends_the_command() -> None:
+    assert "SystemExit: 7" in refused("audit", "factories:Leaves", "--grl", "linear", "--input", "2x8", code=4)
 
 
 def test_the_entry_point_is_that_function() -> None:
-    from gradsurgery.__main__ import main
-
     (target,) = re.findall(r'^gradsurgery = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     assert target == f"{main.__module__}:{main.__name__}"

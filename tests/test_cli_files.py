@@ -2,10 +2,13 @@
 
 import collections
 import contextlib
+import importlib
 import io
 import json
 import os
 import pickle
+import sys
+import types
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -317,6 +320,26 @@ def test_trust_reads_a_pickle() -> None:
     with pytest.raises(gs.SurgeryError, match="holds a NoneType"):
         load_file("net.pkl", trust=True)
     assert Path("pwned").exists()  # that is what trust means
+
+
+@pytest.mark.usefixtures("in_tmp")
+def test_a_pickle_finds_its_class_in_the_current_directory_or_says_that_it_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    mine = types.ModuleType("mine")
+    exec("from torch import nn\nclass Net(nn.Linear): pass\n", mine.__dict__)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "mine", mine)
+        torch.save(mine.Net(2, 2), "net.pt")
+    with pytest.raises(gs.SurgeryError, match="names a class or function that is not found here: No module named"):
+        load_file("net.pt", trust=True)
+    Path("mine.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    importlib.invalidate_caches()
+    assert load_file("net.pt", trust=True)[0].in_features == 2
+    monkeypatch.setitem(sys.modules, "mine", types.ModuleType("mine"))
+    with pytest.raises(gs.SurgeryError, match="not found here: .*'Net'"):
+        load_file("net.pt", trust=True)
 
 
 @pytest.mark.usefixtures("in_tmp")

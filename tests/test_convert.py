@@ -184,6 +184,16 @@ def test_a_tool_that_lies_is_found_out_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_rounding_is_measured_in_the_precision_of_the_model(
+    dtype: torch.dtype, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+    gs.insert_grl(model, "0", 0.5)
+    gs.to_onnx(model, torch.randn(8, 64, dtype=dtype), tmp_path / "net.onnx")
+    assert "outputs: within rounding (" in capsys.readouterr().out  # onnxruntime adds in another order
+
+
 def test_a_wrong_onnx_file_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export = torch.onnx.export
 

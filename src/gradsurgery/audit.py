@@ -97,7 +97,7 @@ class Measured:
                 "order), so gradients are compared up to rounding only"
             )
         if any(not isinstance(held.place, Place) for held in self.places):
-            notes.append("whether an operator in TorchScript has run is not counted")
+            notes.append("whether an operator in TorchScript or in a recorded graph has run is not counted")
         if self.model is not self.bench.root:
             notes.append("the model inside the wrapper was run; compiled or distributed code was not")
         return notes

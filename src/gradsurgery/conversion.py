@@ -198,7 +198,8 @@ class Reference:
 def _moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    signs = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device) * 2 - 1
+    # In the precision of the tensor: in that of another one, 1 + eps is 1, or the result of another type.
+    signs = (torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1).to(tensor)
     return tensor * (1 + signs * torch.finfo(tensor.dtype).eps)
 
 

@@ -9,7 +9,7 @@ from .effects import Effect
 from .errors import SurgeryError
 from .report import Audit, Group, Inserted, grouped
 
-__all__ = ["draw"]
+__all__ = ["draw", "matplotlib_classes"]
 
 COLOURS: dict[Effect, str] = {  # of Okabe and Ito, which people with any colour vision can tell apart
     "reversed": "#D55E00",
@@ -37,8 +37,8 @@ LINE = 0.62  # the height of a label, in bars
 _LINE: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (4, 2))}
 
 
-def draw(audit: Audit, path: str | Path | None = None) -> Any:
-    """The figure of an audit, saved where a path is given.
+def matplotlib_classes() -> tuple[Any, Any]:
+    """``Figure`` and ``Patch``.
 
     Raises:
         SurgeryError: where matplotlib is not installed.
@@ -51,6 +51,16 @@ def draw(audit: Audit, path: str | Path | None = None) -> Any:
             "plot() was asked for a picture, and matplotlib is not installed. "
             'Install it with python -m pip install "gradsurgery[plot]", or print the audit.'
         ) from error
+    return Figure, Patch
+
+
+def draw(audit: Audit, path: str | Path | None = None) -> Any:
+    """The figure of an audit, saved where a path is given.
+
+    Raises:
+        SurgeryError: where matplotlib is not installed.
+    """
+    Figure, Patch = matplotlib_classes()
     groups = grouped(audit.rows, MOST, LEAST)
     climbs, descends = COLOURS["reversed"], COLOURS["unchanged"]
     reach = max([1.3, *map(_reach, groups)])

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 from rich.console import Console
@@ -16,11 +16,14 @@ from rich.console import Console
 from .. import __version__, convert
 from ..audit import audit as audited
 from ..conversion import Conversion
+from ..draw import matplotlib_classes
 from ..errors import SurgeryError, VerificationError
 from ..formats import refuse_existing
 from ..recipe import apply
+from ..review import operations
 from ..review import sites as sites_of
 from ..surgery import insert_grl, insert_scale_gradient, insert_stop_gradient
+from ..tables import one_line
 from ..verify import verify
 from .patient import Patient, load
 from .shown import graph_lines, site_cells
@@ -73,13 +76,13 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List the places that can be operated on; with an input, those that run, and their shapes."""
-    with _told(debug):
+    with _told(debug) as out:
         patient = _loaded(model, pretrained, trust)
         example = patient.example(image, shapes) if image is not None or shapes else None
         found = sites_of(patient.model, pattern, example=example)
         if not found:
             raise SurgeryError(f"{pattern!r} matches no place of {model!r}. {model!r} alone lists every module.")
-        _print(as_json, [site_cells(site) for site in found], found)
+        _print(out, as_json, [site_cells(site) for site in found], found)
 
 
 @app.command()
@@ -101,10 +104,21 @@ def audit(
     debug: Debug = False,
 ) -> None:
     """Show what reaches each parameter with the operators on and off."""
-    with _told(debug):
+    with _told(debug) as out:
         if plot is not None:
             refuse_existing(plot, force)
-        patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
+            matplotlib_classes()
+        patient = _loaded(model, pretrained, trust)
+        if brought := operations(patient.model):
+            listed = ", ".join(f"{one_line(row.operator)} at {row.address!r}" for row in brought)
+            patient.notes.append(f"{model!r} came with {listed}, which is measured with what was asked for here")
+            _note(patient.notes[-1])
+        patient = _operated(patient, grl, scale, stop, recipe, train)
+        if not operations(patient.model):
+            raise SurgeryError(
+                f"an audit of {model!r} was asked for, and nothing is inserted in it. Give --grl, --scale, --stop or "
+                "--recipe."
+            )
         args, kwargs = patient.example(image, shapes)
         found = (verify if check else audited)(patient.model, *args, **kwargs)
         if plot is not None:
@@ -114,6 +128,7 @@ def audit(
                 raise SurgeryError(f"the picture {str(plot)!r} could not be drawn: {error}.") from error
             _note(f"drawn in {plot}")
         _print(
+            out,
             as_json,
             {
                 "operators": [asdict(one) for one in found.operators],
@@ -151,7 +166,7 @@ def convert_(
     debug: Debug = False,
 ) -> None:
     """Write the operated model as TorchScript, torch.export or ONNX, once it is verified."""
-    with _told(debug):
+    with _told(debug) as out:
         refuse_existing(output, force)
         patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train)
         example: Any = patient.example(image, shapes)
@@ -162,6 +177,7 @@ def convert_(
         else:
             done = convert.torchscript(patient.model, output, example, for_inference=for_inference, force=force)
         _print(
+            out,
             as_json,
             {
                 "format": done.format,
@@ -189,20 +205,25 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Print the forward that owns a place as a graph, with the operators marked."""
-    with _told(debug):
+    with _told(debug) as out:
         patient = _operated(_loaded(model, pretrained, trust), grl, scale, stop, recipe, train=False)
         lines = graph_lines(patient.model, at)
-        _print(as_json, [asdict(line) for line in lines], "\n".join(map(str, lines)))
+        _print(out, as_json, [asdict(line) for line in lines], "\n".join(map(str, lines)))
 
 
 @contextlib.contextmanager
-def _told(debug: bool) -> Iterator[None]:
-    """An error is one message and an exit code, with its traceback only where that was asked for."""
+def _told(debug: bool) -> Iterator[TextIO]:
+    """An error is one message and an exit code, with its traceback only where that was asked for.
+
+    Gives the stdout that results go to; what a model prints goes to stderr.
+    """
     try:
-        yield
+        results = sys.stdout
+        with contextlib.redirect_stdout(sys.stderr):
+            yield results
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exc()
         known = isinstance(error, SurgeryError)
@@ -264,8 +285,8 @@ def _read_recipe(path: Path) -> Any:
         raise SurgeryError(f"the recipe {str(path)!r} cannot be read: {error}.") from error
 
 
-def _print(as_json: bool, data: Any, text: Any) -> None:
-    typer.echo(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else str(text))
+def _print(out: TextIO, as_json: bool, data: Any, text: Any) -> None:
+    typer.echo(json.dumps(_finite(data), indent=2, allow_nan=False) if as_json else str(text), file=out)
 
 
 def _finite(value: Any) -> Any:

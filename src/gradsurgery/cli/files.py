@@ -3,6 +3,7 @@
 import io
 import logging
 import pickle
+import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,11 +16,17 @@ from .._torch import read_program
 from ..errors import SurgeryError
 from .program_file import TRUST, refuse_code
 
-__all__ = ["load_file"]
+__all__ = ["import_from_here", "load_file"]
 
 _PICKLE = b"\x80"
 _MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 """The number that torch.save wrote first before it wrote zips."""
+
+
+def import_from_here() -> None:
+    """Let what lies in the current directory be imported, as ``python -m`` does."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
 
 
 def load_file(path: str, trust: bool) -> tuple[nn.Module, Any]:
@@ -93,7 +100,8 @@ def _load_pickle(content: bytes, path: str, trust: bool) -> nn.Module:
                 f"{path!r} is a pickle of Python objects, and reading one runs whatever code it names. Save the model "
                 f"as TorchScript or with torch.export, or give package.module:factory. {TRUST}"
             ) from error
-        held = _read(path, lambda: _unpickled(content))
+        import_from_here()
+        held = _read(path, lambda: _unpickled(content, path))
     if isinstance(held, nn.Module):
         return held
     if isinstance(held, dict):
@@ -101,10 +109,16 @@ def _load_pickle(content: bytes, path: str, trust: bool) -> nn.Module:
     raise SurgeryError(f"{path!r} holds a {type(held).__name__}, and no model.")
 
 
-def _unpickled(content: bytes) -> Any:
-    if content.startswith(b"PK") or _MAGIC in content[:16]:
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-    return pickle.loads(content)
+def _unpickled(content: bytes, path: str) -> Any:
+    try:
+        if content.startswith(b"PK") or _MAGIC in content[:16]:
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+        return pickle.loads(content)
+    except (ImportError, AttributeError) as error:
+        raise SurgeryError(
+            f"{path!r} names a class or function that is not found here: {error}. Run the command where it can be "
+            "imported, in the directory of its module for one."
+        ) from error
 
 
 def _state_dict(path: str, what: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import inspect
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import SurgeryError, closest, first_line
 from ..progress import Progress
-from .files import load_file
+from .files import import_from_here, load_file
 
 __all__ = ["Patient", "load"]
 
@@ -86,7 +85,7 @@ def load(name: str, pretrained: bool, trust: bool) -> Patient:
         SurgeryError: where there is none, or it cannot be read.
     """
     is_hub = name.startswith(("hf-hub:", "hf_hub:", "local-dir:"))
-    is_file = not is_hub and (Path(name).exists() or Path(name).suffix in _ENDINGS or "/" in name)
+    is_file = name and not is_hub and (Path(name).exists() or Path(name).suffix in _ENDINGS or "/" in name)
     torch.manual_seed(0)  # random weights and inputs are the same in every run
     with Progress(f"load {name}"):
         if is_file:
@@ -110,13 +109,19 @@ def _from_factory(name: str) -> nn.Module:
     module_name, _, qualname = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *qualname.split("."))):
         raise SurgeryError(f"{name!r} is no package.module:factory. Give one such as torchvision.models:resnet18.")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # as python -m would
+    import_from_here()
     try:
         found: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise SurgeryError(f"{name!r} was asked for, and cannot be imported: {error}.") from error
+    except (Exception, SystemExit) as error:  # whatever a module does when it is imported
+        raise SurgeryError(
+            f"{name!r} was asked for, and importing {module_name!r} raised {type(error).__name__}: {error}."
+        ) from error
+    try:
         for part in qualname.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
+    except AttributeError as error:
         raise SurgeryError(f"{name!r} was asked for, and cannot be imported: {error}.") from error
     if isinstance(found, nn.Module):
         return found
@@ -124,7 +129,7 @@ def _from_factory(name: str) -> nn.Module:
         raise SurgeryError(f"{name!r} is a {type(found).__name__}. Give a function or class that builds the model.")
     try:
         model = found()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SurgeryError(
             f"{name!r} was called without arguments and raised {type(error).__name__}: {error}. Give a factory that "
             f"needs none; its signature is {_signature(found)}."

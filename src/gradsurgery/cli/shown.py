@@ -12,6 +12,14 @@ from ..errors import AddressError, SurgeryError, closest
 from ..graft import user_class
 from ..graph_module import NodePlace
 from ..listing import LeafTracer
+from ..operators import (
+    GradientReversal,
+    ScaleGradient,
+    StopGradient,
+    reverse_gradient,
+    scale_gradient,
+    stop_gradient,
+)
 from ..recorded.place import recorded_places
 from ..review import operations, sites
 from ..scripted.place import walk_compiled
@@ -22,6 +30,13 @@ from ..wrappers import bare, children, walk
 __all__ = ["Line", "graph_lines", "site_cells"]
 
 MARK = "  <== "
+
+_OF_FUNCTION: dict[Any, type[nn.Module]] = {
+    reverse_gradient: GradientReversal,
+    scale_gradient: ScaleGradient,
+    stop_gradient: StopGradient,
+}
+"""The layer that a forward calls as a function."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +117,8 @@ def _in_script(root: torch.jit.ScriptModule, path: str, there: list[Operation]) 
     module = modules[path]
     lines = [Line(f"{path or 'the model'} ({module.original_name})", _boundary(there, path))]
     for text in str(module.code).splitlines():
-        called = re.search(r"= self\.(\w+)$", text)
-        child = f"{path}.{called[1]}".removeprefix(".") if called else None
+        called = re.search(r'= (?:self\.(\w+)|getattr\(self, "(\w+)"\))$', text)
+        child = f"{path}.{called[1] or called[2]}".removeprefix(".") if called else None
         lines.append(Line(f"  {text}", _boundary(there, child) if child else ()))
     return lines
 
@@ -116,13 +131,16 @@ def _line(node: Node, marks: tuple[str, ...]) -> Line:
 
 
 def _marks(node: Node, owner: nn.Module, path: str, there: list[Operation]) -> tuple[str, ...]:
-    if getattr(node.target, "__module__", "") == "gradsurgery.operators.functions":
-        return ("an operator",)
+    if kind := _OF_FUNCTION.get(node.target):
+        # A model may call these functions itself, with a strength that it computes.
+        given = [*node.args[1:], *(value for name, value in node.kwargs.items() if name != "x")]
+        is_known = not any(isinstance(value, Node) for value in given)
+        return (f"op: {one_line(kind(*given)) if is_known else kind.__name__}",)
     if node.op != "call_module":
         return ()
     name = str(node.target)
-    if "." not in name and name not in children(owner):
-        return ("an operator",)  # one that has state of its own, and so is a child
+    if "." not in name and name not in children(owner):  # an operator that has state of its own, and so is a child
+        return (f"op: {one_line(owner.get_submodule(name))}",)
     return _boundary(there, f"{path}.{name}".removeprefix("."))
 
 
