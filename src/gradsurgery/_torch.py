@@ -6,12 +6,13 @@ A name that is missing in another version of torch gets the safe answer, which e
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.utils import checkpoint
 
 __all__ = [
@@ -38,6 +39,18 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What an eager operator asks at every call, looked up once and without the wrappers that some have for TorchScript: on
+# a tiny tensor the asking is most of what an operator costs. Each has the safe answer where the name is missing.
+_is_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+_are_transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda x: 0)
+_count_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+try:
+    # The key, since counting the modes that it stands for takes longer than all the other checks.
+    _is_pre_dispatched = partial(torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.PreDispatch)
+except AttributeError:
+    _is_pre_dispatched = partial(bool, True)
 
 
 def archive_reader(content: Any) -> Any:
@@ -76,25 +89,18 @@ def is_observed() -> bool:
 
     The safe answer is yes: the aten formula is right everywhere, only slower.
     """
-    return (
-        torch.compiler.is_compiling()
-        or torch.compiler.is_exporting()
-        or torch.jit.is_tracing()
-        or is_transformed()
-        or _is_proxied()
-    )
+    # An exporter says that it compiles, too.
+    return is_compiling() or _is_tracing() or _are_transforms_active() or is_forward() or _is_proxied()
 
 
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` or a level of forward AD is active; the safe answer is yes."""
-    active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return is_forward() or active is None or active()
+    return _are_transforms_active() or is_forward()
 
 
 def is_forward() -> bool:
     """Whether a level of forward AD is active, of its own or for ``torch.func.jvp``; the safe answer is yes."""
-    level: int = getattr(forward_ad, "_current_level", 0)
-    return level >= 0
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def is_in_reverse() -> bool:
@@ -127,13 +133,11 @@ def is_recorded_transform() -> bool:
 
 def _is_proxied() -> bool:
     """Whether ``make_fx`` records; other dispatch modes (a flop counter, selective checkpointing) see no difference."""
+    if _count_modes() == 0 and not _is_pre_dispatched():
+        return False
     try:
-        # The key, since counting the modes that it stands for takes longer than all the rest of an operator's checks.
-        key = torch._C.DispatchKey.PreDispatch
-        if torch._C._len_torch_dispatch_stack() == 0 and not torch._C._dispatch_tls_is_dispatch_key_included(key):
-            return False
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
-    except (AttributeError, ImportError):
+    except ImportError:
         return True
     return get_proxy_mode() is not None
 
@@ -143,8 +147,7 @@ def is_held_once(x: Tensor) -> bool:
 
     The safe answer is no.
     """
-    count: Callable[[], int] | None = getattr(x, "_use_count", None)
-    return count is not None and count() == 1
+    return _use_count(x) == 1
 
 
 def pytree_node(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

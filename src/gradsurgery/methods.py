@@ -95,7 +95,7 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
     run = "run(self, x)"
     if form.where.kind == "input" and received is not None:
         run = f"run_received(self, x, {received!r})"
-    elif form.where.kind == "output" and hands_on(form.operator):
+    elif form.where.kind == "output" and not form.where.element and hands_on(form.operator):
         run = "run_last(self, x)"
     source = (
         f"def {method(k)}(self, x: Tensor) -> Tensor:\n"

@@ -25,6 +25,7 @@ from .coefficient import name_of
 from .shape import refuse_other_shape
 
 __all__ = [
+    "Scaled",
     "copied",
     "exact_copy",
     "is_differentiable",
@@ -142,16 +143,23 @@ def _scripted(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
 # Gradients are not materialised, so that "no gradient" (None) stays none on its way up instead of becoming zeros.
 
 
-class _Scaled(Function):
+class Scaled(Function):
+    """The value of ``x`` in memory of its own, and ``factor`` times its gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """Copy the value."""
         ctx.factor = factor
         ctx.set_materialize_grads(False)
         return exact_copy(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if grad is None else grad * ctx.factor, None
+        """Multiply the gradient."""
+        if grad is None:
+            return None, None
+        # The same bits in half the time where the gradient is small: no scalar becomes a tensor.
+        return grad.neg() if ctx.factor == -1.0 else grad * ctx.factor, None
 
 
 class _Replaced(Function):
@@ -230,7 +238,7 @@ def scaled(x: Tensor, factor: float) -> Tensor:
             # Not x itself: used later with gradients on, it would pass the gradient unscaled.
             return x.detach()
         if _takes_functions(x):
-            return _Scaled.apply(x, factor)
+            return Scaled.apply(x, factor)
     elif torch.onnx.is_in_onnx_export():
         # A graph for inference: the older exporter would drop the overwriting and keep the product.
         return x

@@ -19,11 +19,10 @@ from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
 from torch.overrides import has_torch_function_unary
 
-from .._torch import is_held_once, is_observed
-from .formula import is_differentiable
+from .._torch import constant_to_dynamo, is_held_once, is_observed
+from .formula import Scaled
 from .modules import GradientReversal, ScaleGradient, StopGradient
 
 __all__ = ["COUNTS", "hands_on", "moved"]
@@ -47,9 +46,9 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         operator: the live operator; of a type that does not ``hands_on`` gives None.
         x: the value at a place, of which its caller has counted every reference, and keeps none.
     """
-    if not COUNTS or type(x) is not Tensor or not is_differentiable(x):
+    if not COUNTS or type(x) is not Tensor or not x.requires_grad:
         return None
-    if not x.requires_grad or not torch.is_grad_enabled() or x.is_leaf or x._is_view():
+    if not torch.is_grad_enabled() or x.is_leaf or x._is_view():
         return None
     if not is_held_once(x) or getweakrefcount(x):
         return None
@@ -60,20 +59,24 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
         return None
     if type(operator) is GradientReversal:
         return _Moved.apply(x, -operator.lambd)
-    if type(operator) is ScaleGradient:
-        return _Moved.apply(x, operator.scale)
-    return x.detach()
+    return _Moved.apply(x, operator.scale) if type(operator) is ScaleGradient else x.detach()
 
 
-class _Moved(Function):
-    """See ``formula._Scaled``. An alias by ``detach`` and no view: a view could not be changed in place."""
+@constant_to_dynamo
+def coefficient_of(operator: type[Any]) -> str | None:
+    """The coefficient of operators of this type; None where not all that such a one does is to multiply by it.
+
+    Empty for one that lets no gradient pass.
+    """
+    coefficient = {GradientReversal: "lambd", ScaleGradient: "scale", StopGradient: ""}.get(operator)
+    return None if coefficient is None or operator.forward is not _FORWARDS[operator] else coefficient
+
+
+class _Moved(Scaled):
+    """The same in the memory of ``x``: an alias by ``detach`` and no view, which could not be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
         ctx.set_materialize_grads(False)
         return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        return None if grad is None else grad * ctx.factor, None

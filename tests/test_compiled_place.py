@@ -1,0 +1,118 @@
+"""An operator at the output of a module in compiled code: straight by the formula, and otherwise as everywhere."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgery as gs
+from gradsurgery.operators.moved import coefficient_of
+
+FACTORS = {
+    "reverse": (gs.GradientReversal(), -1.0),
+    "scale": (gs.ScaleGradient(0.25), 0.25),
+    "stop": (gs.StopGradient(), 0.0),
+}
+each_operator = pytest.mark.parametrize(("operator", "factor"), FACTORS.values(), ids=FACTORS)
+
+
+@pytest.fixture(autouse=True)
+def _new_compiler() -> None:
+    torch.compiler.reset()
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * 2
+
+
+def network(operator: nn.Module) -> nn.Sequential:
+    return gs.insert(nn.Sequential(Doubles(), nn.ReLU(inplace=True)), "0", copy.deepcopy(operator))
+
+
+def compiled(net: nn.Module) -> Any:
+    return torch.compile(net, backend="aot_eager", fullgraph=True)
+
+
+def gradient(call: Any, net: nn.Sequential) -> Tensor:
+    net.zero_grad()
+    (call(torch.ones(3)) * torch.tensor([1.0, 1.0, 5.0]) + net[0].weight * 8).sum().backward()
+    return net[0].weight.grad
+
+
+@each_operator
+def test_gradient_beside_an_in_place_neighbour(operator: nn.Module, factor: float) -> None:
+    net = network(operator)
+    call = compiled(net)
+    assert torch.equal(call(torch.ones(3)), torch.tensor([2.0, 0.0, 6.0]))
+    wanted = 8 + factor * torch.tensor([2.0, 0.0, 10.0])
+    assert torch.equal(gradient(call, net), wanted)
+    assert torch.equal(gradient(net, net), wanted)
+
+
+@each_operator
+def test_a_forward_that_is_patched_on_the_operator_is_called(operator: nn.Module, factor: float) -> None:
+    net = network(operator)
+    call = compiled(net)
+    gradient(call, net)
+    gs.operations(net)[0].operator.forward = lambda x: x * 4  # type: ignore[method-assign]
+    assert torch.equal(call(torch.ones(3)), torch.tensor([8.0, 0.0, 24.0]))
+    assert torch.equal(gradient(call, net), 8 + 4 * torch.tensor([2.0, 0.0, 10.0]))
+
+
+@each_operator
+def test_an_operator_that_was_put_in_its_place_is_called(operator: nn.Module, factor: float) -> None:
+    net = network(operator)
+    call = compiled(net)
+    gradient(call, net)
+    net[0]._gs_graft.places[0].put(net[0], nn.Hardtanh(-1.0, 5.0))
+    assert torch.equal(call(torch.ones(3)), torch.tensor([2.0, 0.0, 5.0]))
+
+
+def test_a_class_whose_forward_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gs.ScaleGradient, "forward", lambda self, x: x * 4)
+    assert coefficient_of(gs.ScaleGradient) is None
+    net = network(gs.ScaleGradient(0.25))
+    assert torch.equal(compiled(net)(torch.ones(3)), torch.tensor([8.0, 0.0, 24.0]))
+
+
+def test_a_forward_that_was_replaced_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(gs.GradientReversal())
+    monkeypatch.setattr(Doubles, "forward", lambda self, x: x)
+    with pytest.raises(Exception, match="was replaced since"):
+        torch.compile(net, backend="aot_eager")(torch.ones(3))
+
+
+def test_a_value_without_gradients_is_refused() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.long()
+
+    with pytest.raises(Exception, match="no floating-point or complex tensor"):
+        torch.compile(gs.insert_grl(Counts(), ""), backend="aot_eager")(torch.ones(3))
+
+
+def test_a_new_strength_counts() -> None:
+    net = network(gs.GradientReversal())
+    call = compiled(net)
+    for lambd in (1.0, 0.5, 0.25, 0.0, 2.0):
+        gs.operations(net)[0].operator.lambd = lambd
+        assert torch.equal(gradient(call, net), 8 - lambd * torch.tensor([2.0, 0.0, 10.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_the_negation_is_a_product_with_minus_one(dtype: torch.dtype) -> None:
+    g = torch.tensor([0.0, -0.0, 1.5, -3.0, 65504.0, 1e-7], dtype=torch.float64).to(dtype)
+    x = torch.ones(6, dtype=dtype, requires_grad=True)
+    for fn in (gs.reverse_gradient, gs.insert_grl(nn.Sequential(nn.Identity()), "")):
+        (got,) = torch.autograd.grad(fn(x * 1), x, g)
+        wanted = g * -1.0
+        assert torch.equal(got, wanted)
+        if not dtype.is_complex:  # where the product adds zeros of either sign
+            assert torch.equal(got.signbit(), wanted.signbit())
