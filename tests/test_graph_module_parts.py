@@ -144,3 +144,59 @@ def test_a_graph_that_has_lost_its_module_stack_is_refused() -> None:
     assert model.code == code
     gs.insert_grl(model, "stem", 0.5)  # what the graph calls is there
     assert factors(seeded(), model, X)["stem"] == -0.5
+
+
+class Three(nn.Module):
+    """Gives two values with a gradient and one without."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.sin(), x.argmax(1), x.cos()
+
+
+class OfThree(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 3)
+        self.three = Three()
+        self.ints = Ints()
+
+    def forward(self, x: Tensor) -> Tensor:
+        sin, index, cos = self.three(self.stem(x))
+        return sin * cos + index[:, None] + self.ints(sin)
+
+
+class Ints(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.argmax(1)[:, None]
+
+
+def exported_three() -> torch.fx.GraphModule:
+    torch.manual_seed(0)
+    return torch.export.export(OfThree(), (torch.randn(4, 3),)).module()  # type: ignore[return-value]
+
+
+def test_of_several_values_those_without_a_gradient_pass() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    plain, operated = exported_three(), gs.insert_grl(exported_three(), "three", 0.5)
+    due, out = plain(x), operated(x)
+    assert torch.equal(out, due)
+    due.sum().backward()
+    out.sum().backward()
+    assert torch.equal(operated.get_parameter("stem.weight").grad, -0.5 * plain.get_parameter("stem.weight").grad)
+
+
+@pytest.mark.parametrize(
+    ("at", "side", "error", "text"),
+    [
+        ("three[0]", "output", gs.CaptureError, r"which element of a value that was.*gs.sites\(model, 'three:\*'\)"),
+        ("stem['input']", "input", gs.CaptureError, "holds every tensor by itself"),
+        ("ints", "output", gs.OperatorError, "a tensor of torch.int64, which has no gradient"),
+    ],
+)
+def test_what_no_forward_could_do_is_refused_at_once(at: str, side: Any, error: type, text: str) -> None:
+    model = exported_three()
+    code = model.code
+    with pytest.raises(error, match=text):
+        gs.insert_grl(model, at, side=side)
+    assert model.code == code
+    assert gs.operations(model) == []

@@ -343,8 +343,10 @@ def test_a_formula_that_only_looks_alike_is_not_one() -> None:
         def forward(self, x: Tensor) -> Tensor:
             y, z = x * -0.5, x.clone()
             y.detach().copy_(x.sin().detach())
-            z.detach().copy_(x.detach())
-            return y + z + (x * 2.0)
+            z.detach().copy_(x.round().detach())
+            w = x.clone()
+            w.detach().copy_(x.detach())
+            return y + z + w + (x + (x.round() - x).detach())
 
     assert gs.operations(program(Alike())) == []
 

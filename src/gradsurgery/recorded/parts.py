@@ -90,12 +90,9 @@ def _overwritten(copy: Node) -> Part | None:
         kind = GradientReversal if math.copysign(1.0, factor) < 0 else ScaleGradient
         if _is_cut(source, carrier.args[0]):
             return _part(kind, [carrier, source, *nodes], carrier.args[0], value, carrier)
-    elif _is(carrier, aten.clone.default):
-        if _is(cut := carrier.args[0], aten.detach.default):
-            if _is_cut(source, cut.args[0]):
-                return _part(StopGradient, [cut, carrier, source, *nodes], cut.args[0], value)
-        elif _origin(source) is not carrier.args[0]:  # else it is a copy, and no operator
-            return _part(StraightThrough, [carrier, *nodes], None, value)
+    elif _is(carrier, aten.clone.default) and _is(cut := carrier.args[0], aten.detach.default):
+        if _is_cut(source, cut.args[0]):
+            return _part(StopGradient, [cut, carrier, source, *nodes], cut.args[0], value)
     return None
 
 
@@ -113,13 +110,6 @@ def _is(node: object, target: object) -> TypeGuard[Node]:
 
 def _is_cut(node: object, value: object) -> bool:
     return _is(node, aten.detach.default) and node.args[0] is value
-
-
-def _origin(node: object) -> object:
-    """The value that was cut off and cast."""
-    while _is(node, aten.detach.default) or _is(node, aten.to.dtype):
-        node = node.args[0]
-    return node
 
 
 # --- transforms -------------------------------------------------------------------------------------------------------
