@@ -86,22 +86,19 @@ def _overwritten(copy: Node) -> Part | None:
     if _is(value, aten.copy_.default) and _is(value.args[0], aten.new_empty_strided.default):  # laid out anew
         carrier = value.args[1]
         nodes = [value.args[0], value, *nodes]
+    kind: type = StopGradient
     if _is(carrier, aten.mul.Tensor) and isinstance(factor := carrier.args[1], int | float):
         kind = GradientReversal if math.copysign(1.0, factor) < 0 else ScaleGradient
-        if _is_cut(source, carrier.args[0]):
-            return _part(kind, [carrier, source, *nodes], carrier.args[0], value, carrier)
+        given, made, times = carrier.args[0], [carrier], carrier
     elif _is(carrier, aten.clone.default) and _is(cut := carrier.args[0], aten.detach.default):
-        if _is_cut(source, cut.args[0]):
-            return _part(StopGradient, [cut, carrier, source, *nodes], cut.args[0], value)
-    return None
-
-
-def _part(kind: type, nodes: list[object], received: object, value: object, factor: Node | None = None) -> Part | None:
-    if not isinstance(value, Node) or not (received is None or isinstance(received, Node)):
+        given, made, times = cut.args[0], [cut, carrier], None
+    else:
         return None
-    found = [node for node in nodes if isinstance(node, Node)]
-    order = {node: k for k, node in enumerate(value.graph.nodes)}
-    return Part(kind, tuple(sorted(dict.fromkeys(found), key=order.__getitem__)), received, value, factor)
+    if not _is_cut(source, given) or not isinstance(given, Node) or not isinstance(value, Node):
+        return None
+    order = {node: k for k, node in enumerate(copy.graph.nodes)}
+    found = {node for node in (*made, source, *nodes) if isinstance(node, Node)}
+    return Part(kind, tuple(sorted(found, key=order.__getitem__)), given, value, times)
 
 
 def _is(node: object, target: object) -> TypeGuard[Node]:
