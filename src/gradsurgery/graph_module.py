@@ -58,8 +58,13 @@ def resolve_nodes(module: GraphModule, asked: Address, prefix: str = "") -> list
 
     Raises:
         AddressError: where the graph has no such module or op.
-        CaptureError: where the graph does not say which module its ops come from.
+        CaptureError: where the graph does not say which module its ops come from, and for an edge.
     """
+    if asked.where.kind == "edge":
+        raise CaptureError(
+            f"the edge {str(asked)!r} was asked for in a graph, which keeps no forward that calls both of its ends. "
+            "Give the one that receives, with side='input', or operate on the model before it is recorded."
+        )
     stacks = Stacks(module.graph)
     paths = [asked.path]
     if asked.is_glob:

@@ -26,6 +26,7 @@ from .operators import (
 )
 from .operators.coefficient import name_of
 from .operators.live import LIVE_KINDS, RecordedTransform
+from .recorded.place import RecordedPlace
 from .tables import one_line
 from .tap import HeadPlace, TapPlace
 from .verify import refuse_lost
@@ -84,6 +85,12 @@ def recipe(model: nn.Module) -> dict[str, Any]:
         if id(place) in places:  # under another name of a module that has two
             continue
         places.add(id(place))
+        if isinstance(place, RecordedPlace) and not place.whole:
+            raise SurgeryError(
+                f"a recipe was asked for, but the operator at {place.where.text(path)!r} was recorded with the model "
+                "and takes a part of what is there, such as an edge or one argument of several; an address would name "
+                "it all. Take the recipe from the model that was exported."
+            )
         step: dict[str, Any] = {"at": place.where.text(path)}
         if place.where.kind in ("output", "input"):
             step["side"] = place.where.kind

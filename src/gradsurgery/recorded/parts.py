@@ -96,9 +96,27 @@ def _overwritten(copy: Node) -> Part | None:
         return None
     if not _is_cut(source, given) or not isinstance(given, Node) or not isinstance(value, Node):
         return None
-    order = {node: k for k, node in enumerate(copy.graph.nodes)}
     found = {node for node in (*made, source, *nodes) if isinstance(node, Node)}
-    return Part(kind, tuple(sorted(found, key=order.__getitem__)), given, value, times)
+    between = _as_recorded(copy, found)
+    if between is None or into.users.keys() != {copy} or copy.users:  # another alias, through which more is written
+        return None
+    if any(user in between for user in value.users if user not in found):  # read before it was overwritten
+        return None
+    return Part(kind, tuple(node for node in between if node in found), given, value, times)
+
+
+def _as_recorded(last: Node, found: set[Node]) -> list[Node] | None:
+    """The nodes of a formula in order; None where another op on tensors runs among them, which might write to one."""
+    between, waiting = [last], found - {last}
+    while waiting:
+        node = between[0].prev
+        if node.op == "root":
+            return None
+        if node not in found and node.op.startswith("call") and isinstance(node.meta.get("val"), Tensor | None):
+            return None
+        between.insert(0, node)
+        waiting.discard(node)
+    return between
 
 
 def _is(node: object, target: object) -> TypeGuard[Node]:

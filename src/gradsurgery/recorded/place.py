@@ -27,17 +27,19 @@ class RecordedPlace:
         inner: the path of the module in the graph.
         where: the place inside the module.
         parts: each tensor that it was applied to.
-        values: the values that are at this place, before the operators and after them.
+        values: the values that a target at this place has in the graph as it is.
+        whole: whether it takes everything at this place; not so on an edge, or at one argument of several.
     """
 
     hops = 0
     runs = None  # nobody counts
 
-    def __init__(self, module: GraphModule, inner: str, where: Where, found: "list[_Found]") -> None:
+    def __init__(self, module: GraphModule, inner: str, where: Where, found: "list[_Found]", whole: bool) -> None:
         self.inner = inner
         self.where = where
         self.parts = [one.part for one in found]
-        self.values = {value for one in found for value in (one.start, one.end) if value is not None}
+        self.values = {value for one in found for value in one.values(inner, where.kind) if value is not None}
+        self.whole = whole
         self._operator = _live(module, self.parts)
 
     def operator(self, module: nn.Module) -> nn.Module:
@@ -47,15 +49,29 @@ class RecordedPlace:
 
 @dataclass(frozen=True)
 class _Found:
-    """A part, and the chain of operators at one place that it belongs to.
+    """A part, and the chain of operators that the same call of the same module recorded one on another.
 
-    ``start`` is what the first of them was given, ``end`` what the last one gave, and ``depth`` how many come before.
+    ``start`` is what the first of them was given, ``end`` what the last one gave, and ``depth`` how many come before;
+    ``origin`` is the value of the model, which operators of other modules may have been given first, and ``takes`` are
+    the nodes that take the start for the chain.
     """
 
     part: Part
     start: Node | None
     end: Node | None
     depth: int
+    origin: Node | None
+    takes: frozenset[Node]
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        return _owner(self.part.nodes[-1])
+
+    def values(self, path: str, kind: str) -> tuple[Node | None, ...]:
+        """What a target of a kind has at this chain; what a child gives ends before what its parent has recorded."""
+        if kind == "output":
+            return (self.end if path == self.owner[1] else self.start,)
+        return (self.start,) if kind == "input" else (self.start, self.origin)
 
 
 def recorded_graphs(modules: Iterable[nn.Module]) -> list[GraphModule]:
@@ -72,55 +88,77 @@ def recorded_places(module: GraphModule) -> Iterator[RecordedPlace]:
         return
     stacks = Stacks(module.graph)
     chains = _chains(parts)
-    ends = {found.end for found in chains}
-    same: dict[object, list[_Found]] = {}
+    alike: dict[object, list[_Found]] = {}
     for found in chains:
-        part = found.part
-        path, where = _place(stacks, found, ends)
-        factor = part.factor.args[1] if part.factor is not None else None
-        same.setdefault((path, where, found.depth, part.kind, factor, part.fn, part.layer), []).append(found)
-    for (path, where, *_), group in same.items():  # type: ignore[misc]
-        yield RecordedPlace(module, path, where, group)
+        alike.setdefault((found.owner[1], _kind(found)), []).append(found)
+    same: dict[tuple[tuple[str, Where, bool], object], list[_Found]] = {}
+    for found in chains:
+        at = _place(stacks, found, alike[found.owner[1], _kind(found)])
+        same.setdefault((at, _kind(found)), []).append(found)
+    for ((path, where, whole), _), group in same.items():
+        yield RecordedPlace(module, path, where, group, whole)
+
+
+def _kind(found: _Found) -> tuple[object, ...]:
+    """What the parts of one operator have in common."""
+    part = found.part
+    factor = part.factor.args[1] if part.factor is not None else None
+    return found.depth, part.kind, factor, part.fn, part.layer
 
 
 def _chains(parts: list[Part]) -> list[_Found]:
-    by_value = {part.value: part for part in parts if part.value is not None}
-    by_received = {part.received: part for part in parts if part.received in by_value}
-    computed = {node for part in parts for node in part.nodes}
+    given = {part.value: part.received for part in parts if part.value is not None}
+    nodes_of = {part.value: frozenset(part.nodes) for part in parts if part.value is not None}
+    gives = {node: part.value or node for part in parts for node in part.nodes}
+
+    def before(value: Node | None) -> Node | None:
+        if value is None or not is_ours(value):
+            return given.get(value) if value is not None else None
+        return value.args[0]  # type: ignore[return-value]
+
+    def readers(value: Node | None) -> list[Node]:
+        users = value.users if value is not None else ()
+        return list(dict.fromkeys(gives.get(user, user) for user in users if gives.get(user) is not value))
+
     found = []
     for part in parts:
-        start, end, depth = part.received, part.value, 0
-        while start in by_value:
-            start, depth = by_value[start].received, depth + 1
-        while end is not None:
-            others = [user for user in end.users if user not in computed]
-            if end in by_received:
-                end = by_received[end].value
-            elif len(others) == 1 and is_ours(others[0]):  # inserted in the graph itself, after what was recorded
-                end = others[0]
-            else:
-                break
-        found.append(_Found(part, start, end, depth))
+        owner, start, end, depth, origin = _owner(part.nodes[-1]), part.received, part.value, 0, part.received
+        takes = frozenset(part.nodes)
+        while start is not None and before(start) and _owner(start) == owner and len(readers(start)) == 1:
+            depth, takes = depth + (start in given), nodes_of.get(start, frozenset({start}))
+            start = before(start)
+        while len(after := readers(end)) == 1 and before(after[0]) is end and _owner(after[0]) == owner:
+            end = after[0]
+        while origin is not None and before(origin):
+            origin = before(origin)
+        found.append(_Found(part, start, end, depth, origin, takes))
     return found
 
 
-def _place(stacks: Stacks, found: _Found, ends: set[Node | None]) -> tuple[str, Where]:
-    """Where a chain of operators is: at what leaves a module, at what it receives, or at an op in its forward."""
+def _place(stacks: Stacks, found: _Found, alike: list[_Found]) -> tuple[str, Where, bool]:
+    """Where a chain of operators is: at what leaves a module, at what it receives, or at an op in its forward.
+
+    The last one says whether one operator there would be these ones ``alike``, no fewer and no more.
+    """
     start, end = found.start, found.end
-    key, path = _owner(end or found.part.nodes[-1])
+    key, path = found.owner
     call = stacks.calls[path][key]
-    if start is None or end is None:
-        return path, Where("output")
-    if _leaves(end, call) and all(value in ends for value in _leaving(call)):
-        return path, Where("output")
+    if start is None or end is None or found.origin is None:
+        return path, Where("output"), True
+    if _leaves(end, call) and _is_all_that_leaves(stacks, path, alike):
+        return path, Where("output"), True
     if start not in call:
-        return path, Where("input")
-    nodes = list(stacks.ops.get(path, {}).get(key, ()))
-    if start not in nodes:  # made by a child, and operated on where it leaves that
-        return _owner(start)[1], Where("output")
-    name = name_in(start, path)
-    named = [node for node in nodes if name_in(node, path) == name]
-    return path, Where("op", (), name, named.index(start) if len(named) > 1 else None)
+        return path, Where("input"), _is_all_that_enters(stacks, path, alike)
+    for made in (_owner(start)[1], _owner(found.origin)[1]):
+        if made != path and _is_all_that_leaves(stacks, made, alike):
+            return made, Where("output"), True
+    for nodes in stacks.ops.get(made, {}).values():
+        if found.origin in nodes:
+            name = name_in(found.origin, made)
+            named = [node for node in nodes if name_in(node, made) == name]
+            at = Where("op", (), name, named.index(found.origin) if len(named) > 1 else None)
+            return made, at, len(stacks.ops[made]) == 1 and start is found.origin and _is_read_by(start, alike)
+    return made, Where("output"), False
 
 
 def _owner(node: Node) -> tuple[str, str]:
@@ -137,12 +175,32 @@ def _leaves(node: Node, call: Call) -> bool:
     return any(user not in call for user in node.users)
 
 
-def _leaving(call: Call) -> list[Node]:
-    """What leaves a module and can have a gradient."""
-    leaving = [(node, node.meta.get("val")) for node in call if _leaves(node, call)]
-    return [
-        n for n, value in leaving if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    ]
+def _is_all_that_leaves(stacks: Stacks, path: str, alike: list[_Found]) -> bool:
+    starts, ends = {found.start for found in alike}, {found.end for found in alike}
+    leaving = [(n, call) for call in stacks.calls[path].values() for n in call if _leaves(n, call) and _has_gradient(n)]
+    return all(n in ends or (n in starts and _is_read_by(n, alike, outside=call)) for n, call in leaving)
+
+
+def _is_all_that_enters(stacks: Stacks, path: str, alike: list[_Found]) -> bool:
+    starts = {found.start for found in alike}
+    for call in stacks.calls[path].values():
+        entering = dict.fromkeys(value for node in call for value in node.all_input_nodes if value not in call)
+        received = [value for value in entering if value.op != "get_attr" and _has_gradient(value)]
+        if not all(value in starts and _is_read_by(value, alike, inside=call) for value in received):
+            return False
+    return True
+
+
+def _is_read_by(value: Node, alike: list[_Found], inside: Call | None = None, outside: Call | None = None) -> bool:
+    """Whether chains of operators alone read a value, in a call or outside of it; the guards of an export count not."""
+    taken = {node for found in alike if found.start is value for node in found.takes}
+    users = [n for n in value.users if (inside is None or n in inside) and (outside is None or n not in outside)]
+    return all(user in taken for user in users if user.op != "call_module" or user.users)
+
+
+def _has_gradient(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 # --- what can be done with one ----------------------------------------------------------------------------------------
