@@ -178,6 +178,27 @@ def test_several_places_are_told_apart() -> None:
     assert equal(step(model), step(program(made())))
 
 
+def test_operators_on_one_value_at_two_places_are_told_apart() -> None:
+    operated = gs.insert_grl(made(), "body.1", 0.5)
+    gs.insert_scale_gradient(operated, "body:1", 0.25)
+    gs.insert_transform(operated, ":head", torch.round)
+    gs.insert_stop_gradient(operated, "stem")
+    gs.insert_scale_gradient(operated, ":stem", 2.0)
+    model = program(operated)
+    assert [(row.address, row.side) for row in gs.operations(model)] == [
+        ("stem", "output"),
+        (":stem", "op"),
+        ("body.1", "output"),
+        ("body", "output"),
+        ("", "output"),
+    ]
+    for at, eager in (("stem", "stem"), ("body", "body:1"), ("", ":head"), (":stem", ":stem"), ("body.1", "body.1")):
+        gs.remove(model, at)
+        gs.remove(operated, eager)
+        assert equal(step(model), step(operated)), at
+    assert gs.operations(model) == []
+
+
 def test_a_strength_that_is_set_is_what_runs() -> None:
     model = program(gs.insert_grl(made(), "body.0", 0.5))
     (row,) = gs.operations(model)

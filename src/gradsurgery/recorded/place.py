@@ -27,7 +27,7 @@ class RecordedPlace:
         inner: the path of the module in the graph.
         where: the place inside the module.
         parts: each tensor that it was applied to.
-        values: the values that are at this place, before the operators and after them.
+        values: the values that are at this place: what leaves a module, or else what the operators are given.
     """
 
     hops = 0
@@ -37,7 +37,7 @@ class RecordedPlace:
         self.inner = inner
         self.where = where
         self.parts = [one.part for one in found]
-        self.values = {value for one in found for value in (one.start, one.end) if value is not None}
+        self.values = {one.end if where.kind == "output" else one.start for one in found}
         self._operator = _live(module, self.parts)
 
     def operator(self, module: nn.Module) -> nn.Module:
@@ -84,18 +84,19 @@ def recorded_places(module: GraphModule) -> Iterator[RecordedPlace]:
 
 
 def _chains(parts: list[Part]) -> list[_Found]:
-    by_value = {part.value: part for part in parts if part.value is not None}
-    by_received = {part.received: part for part in parts if part.received in by_value}
     computed = {node for part in parts for node in part.nodes}
+    by_value = {part.value: part for part in parts if part.value is not None}
+    after = {part.received: part for part in parts if part.received in by_value}
+    after = {value: part for value, part in after.items() if _owner(value) == _owner(part.nodes[-1])}
     found = []
     for part in parts:
         start, end, depth = part.received, part.value, 0
-        while start in by_value:
+        while start in after:
             start, depth = by_value[start].received, depth + 1
         while end is not None:
             others = [user for user in end.users if user not in computed]
-            if end in by_received:
-                end = by_received[end].value
+            if end in after:
+                end = after[end].value
             elif len(others) == 1 and is_ours(others[0]):  # inserted in the graph itself, after what was recorded
                 end = others[0]
             else:
@@ -116,11 +117,23 @@ def _place(stacks: Stacks, found: _Found, ends: set[Node | None]) -> tuple[str, 
     if start not in call:
         return path, Where("input")
     nodes = list(stacks.ops.get(path, {}).get(key, ()))
-    if start not in nodes:  # made by a child, and operated on where it leaves that
-        return _owner(start)[1], Where("output")
+    if start not in nodes:
+        return path, _of_child(stacks, start, path, call)
     name = name_in(start, path)
     named = [node for node in nodes if name_in(node, path) == name]
     return path, Where("op", (), name, named.index(start) if len(named) > 1 else None)
+
+
+def _of_child(stacks: Stacks, value: Node, path: str, call: Call) -> Where:
+    """The op in the forward of a module that is a call of its child, which made the value."""
+    inside = [inner for inner, _ in value.meta.get("nn_module_stack", {}).values() if len(inner) > len(path)]
+    if not inside:
+        return Where("output")
+    child = inside[0]
+    name = child.removeprefix(f"{path}.") if path else child
+    calls = [nodes for nodes in stacks.calls[child].values() if not nodes.keys().isdisjoint(call)]
+    k = next(k for k, nodes in enumerate(calls) if value in nodes)
+    return Where("op", (), name, k if len(calls) > 1 else None)
 
 
 def _owner(node: Node) -> tuple[str, str]:
