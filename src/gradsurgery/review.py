@@ -18,7 +18,7 @@ from .graft import without
 from .graph_module import NodePlace, values_at
 from .ledger import forget, lost_places
 from .operate import expect_places
-from .place import Place
+from .place import Place, Target
 from .recorded.place import RecordedPlace, bypassed, remove_recorded
 from .resolve import At, resolve
 from .scripted.names import resolve_compiled
@@ -175,7 +175,10 @@ def _withdraw_recorded(gone: list[tuple[nn.Module, RecordedPlace]]) -> None:
 def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
     if isinstance(root, torch.jit.ScriptModule):
         return _at_compiled(root, there, at)
-    targets = list(resolve(root, at))
+    exactly = [row for row in there if isinstance(row[2], RecordedPlace) and row[2].where.text(row[0]) == at]
+    targets: list[Target] = []
+    with contextlib.suppress(*[AddressError] * bool(exactly)):  # a graph has lost the names of what it has dissolved
+        targets += resolve(root, at)
     with contextlib.suppress(AddressError):  # an op, which has no input side
         targets += resolve(root, at, "input")
     named = {_key(target.key) for target in targets}
@@ -185,7 +188,7 @@ def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:
 
     def is_named(module: nn.Module, place: Place | CompiledPlace | RecordedPlace) -> bool:
         if isinstance(place, RecordedPlace):
-            return any((place.where.kind, value) in values for value in place.values)
+            return any(row[2] is place for row in exactly) or any((place.where.kind, v) in values for v in place.values)
         return isinstance(place, Place) and _key((id(module), place.inner, place.where)) in named
 
     return [row for row in there if is_named(row[1], row[2])]

@@ -161,6 +161,18 @@ def _place(stacks: Stacks, found: _Found, alike: list[_Found]) -> tuple[str, Whe
     return made, Where("output"), False
 
 
+def _of_child(stacks: Stacks, value: Node, path: str, call: Call) -> Where:
+    """The op in the forward of a module that is a call of its child, which made the value."""
+    inside = [inner for inner, _ in value.meta.get("nn_module_stack", {}).values() if len(inner) > len(path)]
+    if not inside:
+        return Where("output")
+    child = inside[0]
+    name = child.removeprefix(f"{path}.") if path else child
+    calls = [nodes for nodes in stacks.calls[child].values() if not nodes.keys().isdisjoint(call)]
+    k = next(k for k, nodes in enumerate(calls) if value in nodes)
+    return Where("op", (), name, k if len(calls) > 1 else None)
+
+
 def _owner(node: Node) -> tuple[str, str]:
     """The innermost call of a module that a node belongs to, layers of this package that were inserted left out."""
     key, path = "", ""
