@@ -221,10 +221,10 @@ def forked() -> Forked:
 def test_an_edge_is_listed_at_its_op_and_is_no_recipe() -> None:
     operated = gs.insert_grl(gs.insert_grl(forked(), "a", 0.5), "a -> b", 0.25)
     model = program(operated)
-    assert [(row.address, row.operator.lambd) for row in gs.operations(model)] == [("a", 0.5), ("a:linear", 0.25)]
-    with pytest.raises(gs.SurgeryError, match=r"'a:linear'.*takes a part"):
+    assert [(row.address, row.operator.lambd) for row in gs.operations(model)] == [("a", 0.5), (":a", 0.25)]
+    with pytest.raises(gs.SurgeryError, match=r"':a'.*takes a part"):
         gs.recipe(model)
-    gs.remove(model, "a:linear")
+    gs.remove(model, ":a")
     assert equal(step(model), step(gs.insert_grl(forked(), "a", 0.5)))
 
 
@@ -234,6 +234,27 @@ def test_an_edge_in_a_graph_is_refused() -> None:
     with pytest.raises(gs.CaptureError, match="edge 'a -> b' was asked for in a graph"):
         gs.insert_grl(model, "a -> b")
     assert model.code == code
+
+
+def test_operators_on_one_value_at_two_places_are_told_apart() -> None:
+    operated = gs.insert_grl(made(), "body.1", 0.5)
+    gs.insert_scale_gradient(operated, "body:1", 0.25)
+    gs.insert_transform(operated, ":head", torch.round)
+    gs.insert_stop_gradient(operated, "stem")
+    gs.insert_scale_gradient(operated, ":stem", 2.0)
+    model = program(operated)
+    assert [(row.address, row.side) for row in gs.operations(model)] == [
+        ("stem", "output"),
+        (":stem", "op"),
+        ("body.1", "output"),
+        ("body", "output"),
+        ("", "output"),
+    ]
+    for at, eager in (("stem", "stem"), ("body", "body:1"), ("", ":head"), (":stem", ":stem"), ("body.1", "body.1")):
+        gs.remove(model, at)
+        gs.remove(operated, eager)
+        assert equal(step(model), step(operated)), at
+    assert gs.operations(model) == []
 
 
 def test_a_strength_that_is_set_is_what_runs() -> None:
@@ -383,7 +404,7 @@ def test_layers_and_functions_of_the_user_are_listed_too() -> None:
     rows = [(row.address, row.side, repr(row.operator)) for row in gs.operations(model)]
     assert rows == [
         ("grl", "output", "GradientReversal(lambd=0.5)"),
-        ("grl", "output", "StraightThrough(fn=as recorded)"),
+        (":grl", "op", "StraightThrough(fn=as recorded)"),
         (":add", "op", "ScaleGradient(scale=0.25)"),
     ]
     gs.remove(model)

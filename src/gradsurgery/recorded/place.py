@@ -149,9 +149,9 @@ def _place(stacks: Stacks, found: _Found, alike: list[_Found]) -> tuple[str, Whe
         return path, Where("output"), True
     if start not in call:
         return path, Where("input"), _is_all_that_enters(stacks, path, alike)
-    for made in (_owner(start)[1], _owner(found.origin)[1]):
-        if made != path and _is_all_that_leaves(stacks, made, alike):
-            return made, Where("output"), True
+    if start not in stacks.ops.get(path, {}).get(key, {}) and _owner(start) != (key, path):
+        return path, _of_child(stacks, start, path, call), _is_read_by(start, alike)
+    made = _owner(found.origin)[1]
     for nodes in stacks.ops.get(made, {}).values():
         if found.origin in nodes:
             name = name_in(found.origin, made)
