@@ -109,11 +109,11 @@ def audit(
             refuse_existing(plot, force)
             matplotlib_classes()
         patient = _loaded(model, pretrained, trust)
-        if brought := operations(patient.model):
-            listed = ", ".join(f"{one_line(row.operator)} at {row.address!r}" for row in brought)
-            patient.notes.append(f"{model!r} came with {listed}, which is measured with what was asked for here")
-            _note(patient.notes[-1])
+        brought = ", ".join(f"{one_line(row.operator)} at {row.address!r}" for row in operations(patient.model))
         patient = _operated(patient, grl, scale, stop, recipe, train)
+        if brought:
+            patient.notes.append(f"{model!r} came with {brought}, which is measured with what was asked for here")
+            _note(patient.notes[-1])
         if not operations(patient.model):
             raise SurgeryError(
                 f"an audit of {model!r} was asked for, and nothing is inserted in it. Give --grl, --scale, --stop or "
