@@ -15,7 +15,7 @@ from .errors import AddressError, CaptureError, OperatorError, closest
 from .operators.formula import is_differentiable
 from .operators.modules import refuse_unscriptable
 from .place import Place, Target
-from .stacks import Call, Stacks, is_ours, name_in
+from .stacks import Call, Stacks, has_gradient, is_ours, name_in
 from .wrappers import HOLDER
 
 __all__ = ["NodePlace", "insert_node", "node_places", "recompile", "remove_nodes", "resolve_nodes", "values_at"]
@@ -36,7 +36,7 @@ class NodePlace(nn.Module):
         if torch.jit.is_scripting():
             return self.operator(value) if self.active else value
         else:  # TorchScript leaves the other branch out only of an if that has one
-            if not self.active or not (self.strict or _has_gradient(value)):
+            if not self.active or not (self.strict or (isinstance(value, Tensor) and is_differentiable(value))):
                 return value
             return self.place.run(self, value)
 
@@ -97,7 +97,7 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
             f"nothing is left of {target.address!r} in this graph: no value of its own passes there. "
             "Choose a module that computes something."
         )
-    _refuse_values(target, [value.meta.get("val") for value, _ in anchors])
+    _refuse_values(target, [value for value, _ in anchors])
     place = Place(where, operator, inner=target.inner)
     if HOLDER not in module._modules:
         module.add_module(HOLDER, nn.Module())
@@ -122,13 +122,14 @@ def insert_node(target: Target, operator: nn.Module) -> Place:
     return place
 
 
-def _refuse_values(target: Target, noted: list[object]) -> None:
+def _refuse_values(target: Target, values: list[Node]) -> None:
     """Refuse at once what no forward could do, where whoever recorded the graph has noted what the values are.
 
     Raises:
         CaptureError: where an element is asked for of values that the graph holds one by one.
         OperatorError: where none has a gradient.
     """
+    noted = [value.meta.get("val") for value in values]
     if not all(isinstance(value, Tensor) for value in noted):
         return
     if target.where.element:
@@ -136,16 +137,12 @@ def _refuse_values(target: Target, noted: list[object]) -> None:
             f"{target.address!r} was asked for, and this graph holds every tensor by itself: it does not say which "
             f"element of a value that was. Name the op that makes it; gs.sites(model, '{target.path}:*') lists them."
         )
-    if not any(_has_gradient(value) for value in noted):
+    if not any(has_gradient(value) for value in values):
         kinds = ", ".join(dict.fromkeys(f"a tensor of {value.dtype}" for value in noted if isinstance(value, Tensor)))
         raise OperatorError(
             f"{target.address!r} was to be operated on, but there is {kinds}, which has no gradient. Choose a place "
             "with a floating-point or complex tensor."
         )
-
-
-def _has_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and is_differentiable(value)
 
 
 def remove_nodes(module: GraphModule, gone: list[Place]) -> None:

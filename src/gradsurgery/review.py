@@ -65,9 +65,8 @@ def remove(model: M, at: At | None = None) -> M:
     gone += [
         row for row in there if isinstance(row[2], HeadPlace | TapPlace) and row[2].tap in taps and row not in gone
     ]
-    _withdraw_recorded([(module, place) for _, module, place in gone if isinstance(place, RecordedPlace)])
+    _withdraw_whole([row for row in gone if isinstance(row[2], RecordedPlace | CompiledPlace)])
     withdraw([(module, place) for _, module, place in gone if isinstance(place, Place)])
-    _withdraw_compiled([(module, place) for _, module, place in gone if isinstance(place, CompiledPlace)])
     forget(root, lost)
     return model
 
@@ -160,16 +159,14 @@ def graph(model: nn.Module, at: At) -> torch.fx.Graph:
     return listing.graph_of(targets[0])
 
 
-def _withdraw_compiled(gone: list[tuple[nn.Module, CompiledPlace]]) -> None:
-    for root in {id(module): module for module, _ in gone}.values():
-        assert isinstance(root, torch.jit.ScriptModule)
-        remove_compiled(root, [place for module, place in gone if module is root])
-
-
-def _withdraw_recorded(gone: list[tuple[nn.Module, RecordedPlace]]) -> None:
-    for graph in {id(module): module for module, _ in gone}.values():
-        assert isinstance(graph, torch.fx.GraphModule)
-        remove_recorded(graph, [place for module, place in gone if module is graph])
+def _withdraw_whole(gone: list[Row]) -> None:
+    """Take out what is compiled or recorded, of each module all at once."""
+    for owner in {id(module): module for _, module, _ in gone}.values():
+        places = [place for _, module, place in gone if module is owner]
+        if isinstance(owner, torch.fx.GraphModule):
+            remove_recorded(owner, [place for place in places if isinstance(place, RecordedPlace)])
+        elif isinstance(owner, torch.jit.ScriptModule):
+            remove_compiled(owner, [place for place in places if isinstance(place, CompiledPlace)])
 
 
 def _at(root: nn.Module, there: list[Row], at: At) -> list[Row]:

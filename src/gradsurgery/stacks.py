@@ -4,13 +4,14 @@ Modules that a trace has dissolved into ops are found through ``nn_module_stack`
 on every node, with one key for each call of a module. What leaves such a module is what nodes outside of it use.
 """
 
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from .operators.formula import is_differentiable
 from .recorded.parts import parts_in
 from .wrappers import HOLDER
 
-__all__ = ["Call", "Stacks", "is_ours", "name_in", "op_name"]
+__all__ = ["Call", "Stacks", "has_gradient", "is_ours", "name_in", "op_name"]
 
 Call = dict[Node, None]
 """The nodes of one call of one module, in order."""
@@ -81,3 +82,9 @@ def name_in(node: Node, path: str) -> str:
 def is_ours(node: Node) -> bool:
     """Whether a node calls an operator that was inserted in this graph."""
     return node.op == "call_module" and str(node.target).startswith(HOLDER + ".")
+
+
+def has_gradient(node: Node) -> bool:
+    """Whether whoever recorded a node has noted a tensor that can have a gradient."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and is_differentiable(value)

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
@@ -13,7 +13,7 @@ from ..errors import OperatorError, SurgeryError
 from ..graph_module import recompile
 from ..operators import GradientReversal, MapGradient, ScaleGradient, StopGradient
 from ..operators.live import LiveMap, LiveReversal, LiveScale, RecordedTransform
-from ..stacks import Call, Stacks, is_ours, name_in
+from ..stacks import Call, Stacks, has_gradient, is_ours, name_in
 from ..wrappers import HOLDER
 from .parts import Part, graphs_without_gradients, parts_in
 
@@ -189,7 +189,7 @@ def _leaves(node: Node, call: Call) -> bool:
 
 def _is_all_that_leaves(stacks: Stacks, path: str, alike: list[_Found]) -> bool:
     starts, ends = {found.start for found in alike}, {found.end for found in alike}
-    leaving = [(n, call) for call in stacks.calls[path].values() for n in call if _leaves(n, call) and _has_gradient(n)]
+    leaving = [(n, call) for call in stacks.calls[path].values() for n in call if _leaves(n, call) and has_gradient(n)]
     return all(n in ends or (n in starts and _is_read_by(n, alike, outside=call)) for n, call in leaving)
 
 
@@ -197,7 +197,7 @@ def _is_all_that_enters(stacks: Stacks, path: str, alike: list[_Found]) -> bool:
     starts = {found.start for found in alike}
     for call in stacks.calls[path].values():
         entering = dict.fromkeys(value for node in call for value in node.all_input_nodes if value not in call)
-        received = [value for value in entering if value.op != "get_attr" and _has_gradient(value)]
+        received = [value for value in entering if value.op != "get_attr" and has_gradient(value)]
         if not all(value in starts and _is_read_by(value, alike, inside=call) for value in received):
             return False
     return True
@@ -208,11 +208,6 @@ def _is_read_by(value: Node, alike: list[_Found], inside: Call | None = None, ou
     taken = {node for found in alike if found.start is value for node in found.takes}
     users = [n for n in value.users if (inside is None or n in inside) and (outside is None or n not in outside)]
     return all(user in taken for user in users if user.op != "call_module" or user.users)
-
-
-def _has_gradient(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 # --- what can be done with one ----------------------------------------------------------------------------------------
@@ -232,8 +227,8 @@ def remove_recorded(module: GraphModule, gone: Iterable[RecordedPlace]) -> None:
         for node in reversed([*_parameters(part), *part.nodes]):
             if not node.users:
                 module.graph.erase_node(node)
+    named = [str(node.target) for node in module.graph.nodes if node.op in _NAMING]
     for layer in dict.fromkeys(part.layer for part, *_ in parts if part.layer):
-        named = [str(node.target) for node in module.graph.nodes if node.op in _NAMING]
         if not any(name == layer or name.startswith(layer + ".") for name in named):
             module.delete_submodule(layer)
     module.graph.lint()
@@ -292,7 +287,7 @@ def _live(module: GraphModule, parts: list[Part]) -> nn.Module:
         return float(factors[0].args[1])  # type: ignore[arg-type]
 
     def write(factor: float) -> None:
-        if any(node not in set(module.graph.nodes) for node in factors):
+        if not set(factors) <= set(module.graph.nodes):
             raise OperatorError(
                 f"{kind.__name__} was to be set in a recorded graph, from which it was removed. "
                 "gs.operations(model) lists what is there."
