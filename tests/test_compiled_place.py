@@ -1,14 +1,18 @@
 """An operator at the output of a module in compiled code: straight by the formula, and otherwise as everywhere."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 import gradsurgery as gs
 from gradsurgery.operators.moved import coefficient_of
+from gradsurgery.place import Place
 
 FACTORS = {
     "reverse": (gs.GradientReversal(), -1.0),
@@ -116,3 +120,112 @@ def test_the_negation_is_a_product_with_minus_one(dtype: torch.dtype) -> None:
         assert torch.equal(got, wanted)
         if not dtype.is_complex:  # where the product adds zeros of either sign
             assert torch.equal(got.signbit(), wanted.signbit())
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * x
+        return torch.relu(y) + y
+
+
+PLACES = {"output": "", "op": ":relu", "edge": ":relu->add"}
+
+
+def recorded(net: nn.Module) -> list[list[tuple[str, str, str]]]:
+    """The nodes of the forward and of the backward graph that a compiler is given, each with what it reads."""
+    graphs: list[list[tuple[str, str, str]]] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([(node.op, str(node.target), str(node.args)) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    torch.compiler.reset()
+    call = torch.compile(net, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    (call(torch.ones(3)) + net.weight).sum().backward()
+    return graphs
+
+
+@each_operator
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_the_short_way_records_the_graph_of_the_long_one(
+    operator: nn.Module, factor: float, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = gs.insert(Adds(), place, copy.deepcopy(operator))
+    long_way, refuses = Place.run, lambda self, module, value: pytest.fail("the long way was taken")
+    monkeypatch.setattr(Place, "run", refuses)
+    short = recorded(net)
+    monkeypatch.setattr(Place, "run", long_way)
+    monkeypatch.setattr(Place, "run_recorded", lambda self, module, value: self.run(module, value))
+    assert short == recorded(net)
+    assert sum(map(len, short)) > 4
+
+
+@each_operator
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_gradient_at_every_kind_of_place(operator: nn.Module, factor: float, place: str) -> None:
+    net = gs.insert(Adds(), place, copy.deepcopy(operator))
+    opened = torch.tensor([1.0, 0.0, 1.0])  # through the rectifier
+    wanted = {"": factor * (opened + 1), ":relu": factor * opened + 1, ":relu->add": factor * opened + 1}[place]
+    for call in (net, compiled(net)):
+        net.zero_grad()
+        assert torch.equal(call(torch.ones(3)), torch.tensor([2.0, -2.0, 6.0]))
+        (call(torch.ones(3)) + net.weight * 4).sum().backward()
+        assert torch.equal(net.weight.grad, wanted + 4)
+
+
+@pytest.mark.parametrize("value", [torch.arange(3), torch.ones(3, dtype=torch.complex64), torch.ones(3).half()])
+def test_other_dtypes_go_the_way_of_eager(value: Tensor) -> None:
+    class Passes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    net = gs.insert_grl(Passes(), ":mul")
+    if not (value.is_floating_point() or value.is_complex()):
+        with pytest.raises(Exception, match="no floating-point or complex tensor"):
+            compiled(net)(value)
+        return
+    got, wanted = value.clone().requires_grad_(), value.clone().requires_grad_()
+    compiled(net)(got).abs().sum().backward()
+    net(wanted).abs().sum().backward()
+    assert torch.equal(got.grad, wanted.grad)
+    assert (got.grad.real < 0).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 3), (3, 5), (1, 1)])
+def test_strides_that_a_product_would_not_keep(shape: tuple[int, ...]) -> None:
+    class Expands(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(shape[-1]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight * x).expand(shape)
+
+    net = gs.insert_grl(Expands(), "")
+    x = torch.randn(shape[-1])
+    factors = torch.randn(shape)
+    (compiled(net)(x) * factors).sum().backward()
+    assert torch.allclose(net.weight.grad, -(factors.sum(tuple(range(len(shape) - 1))) * x))
+    plain = Expands()
+    (plain(x) * factors).sum().backward()
+    assert torch.equal(net.weight.grad, -plain.weight.grad)
+
+
+def test_compiled_code_asks_for_few_objects(caplog: pytest.LogCaptureFixture) -> None:
+    """The mark by which Dynamo takes the short way has a private name: if it goes, this grows from 8 to over 80."""
+    counted = {}
+    for name, net in {"plain": Doubles(), "operated": gs.insert_grl(Doubles(), "")}.items():
+        torch.compiler.reset()
+        torch._logging.set_logs(guards=True)
+        try:
+            caplog.clear()
+            torch.compile(net, backend="aot_eager", fullgraph=True)(torch.ones(3))
+        finally:
+            torch._logging.set_logs()
+        counted[name] = len(set(re.findall(r"GuardManager: source=(.*?), accessed_by", caplog.text)))
+    assert counted["plain"] >= 5
+    assert counted["operated"] - counted["plain"] < 10

@@ -34,6 +34,7 @@ __all__ = [
     "read_program",
     "replaced_parameters",
     "saved_tensors_hooks",
+    "shown_to_dynamo",
     "without_wrappers",
     "wrapped_attribute",
 ]
@@ -70,6 +71,14 @@ def constant_to_dynamo(fn: Function) -> Function:
     """
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
+
+
+def shown_to_dynamo(fn: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Let Dynamo trace another function in the place of a method, as for what ``torch.jit.script`` has compiled.
+
+    Where the mark has another name, it traces the method itself.
+    """
+    fn._torchdynamo_inline = other  # type: ignore[attr-defined]
 
 
 def read_program(content: Any) -> Any:

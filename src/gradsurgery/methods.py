@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import operators
+from ._torch import shown_to_dynamo
 from .capture import sealed
 from .capture.code import compile_function
 from .capture.versions import note_version, refuse_other_version, version
@@ -68,7 +69,8 @@ def stand_ins(graft: Graft) -> dict[str, Any]:
     names = [f"_gs_{k}_{_SCRIPTED[type(o)][0]}" for k, o in plain.items() if _SCRIPTED.get(type(o), ("",))[0]]
     taps = [place.tap.name for place in graft.places if isinstance(place, TapPlace)]
     empty = torch.jit.Attribute(None, Optional[Tensor])  # noqa: UP045 - TorchScript reads this form
-    return {**dict.fromkeys(names, 0.0), **{f"_gs_tap_{name}": empty for name in taps}}
+    places = {f"{method(k)}_place": place for k, place in enumerate(graft.places)}
+    return {**places, **dict.fromkeys(names, 0.0), **{f"_gs_tap_{name}": empty for name in taps}}
 
 
 _SCRIPTED: dict[type[nn.Module], tuple[str, str]] = {
@@ -103,9 +105,12 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
         f"{keep}"
         f"        return {scripted}\n"
         f"    else:\n"
-        f"        return self._gs_graft.places[{k}].{run}\n"
+        f"        return self.{method(k)}_place.{run}\n"
     )
     body[method(k)] = _compiled(source, method(k))
+    if form.where.kind in ("output", "op", "edge") and not form.where.element and hands_on(form.operator):
+        plain = f"def {method(k)}(self, x):\n    return self.{method(k)}_place.run_recorded(self, x)\n"
+        shown_to_dynamo(body[method(k)], _compiled(plain, method(k)))
     return body | (_taking(form.head) if form.head else {})
 
 

@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import has_torch_function_unary
 
+from ._torch import constant_to_dynamo
 from .address import Element, Where
 from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
-from .operators.formula import is_differentiable, scaled_by_formula, stopped_by_formula
 from .operators.moved import coefficient_of, moved
 from .operators.values import map_tensors
-from .passed_by import is_as_written, refuse_dropped, refuse_other_forward
+from .passed_by import refuse_dropped, refuse_other_forward
 
 __all__ = ["Form", "Graft", "Place", "Target"]
 
@@ -132,31 +133,45 @@ class Place:
 
         To be called by the method of a generated class alone: the references to ``value`` are counted.
         """
-        if is_compiling():
-            return self._run_recorded(module, value)
         # Ours are four: the variable of the generated forward, that of its method, this one, and the argument here.
-        if sys.getrefcount(value) == 4 and (result := moved(self.operator(module), value)) is not None:
-            refuse_other_forward(module)
-            self.runs += 1
-            return result
+        if not is_compiling() and sys.getrefcount(value) == 4:
+            result = moved(self.operator(module), value)
+            if result is not None:
+                refuse_other_forward(module)
+                self.runs += 1
+                return result
         return self.run(module, value)
 
-    def _run_recorded(self, module: nn.Module, value: Any) -> Any:
-        """The same in a graph that is being compiled, straight by the formula where all is plain.
+    def run_recorded(self, module: Any, value: Any) -> Any:
+        """The same in a graph that Dynamo records, straight by the formula where all is plain.
 
-        Each function, module and attribute on the way of ``run`` becomes a guard of Dynamo, asked again at every call:
-        they were three quarters of the guards of a network of two ops, and a tenth of its time.
+        Dynamo asks again at every call for each name of a module and each attribute that the code on its way reads, but
+        not for the methods of a class. The way of ``run`` reads eighty such things, ten times those of two plain ops.
         """
         operator: Any = self._operator
-        coefficient = coefficient_of(type(operator)) if is_as_written(type(module)) else None
+        coefficient = self._coefficient(value.__class__) if module._gs_is_as_written() else None
         # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
         if coefficient is None or "forward" in operator.__dict__ or operator.forward is None:
             return self.run(module, value)
-        if type(value) is not Tensor or not is_differentiable(value) or has_torch_function_unary(value):
+        if has_torch_function_unary(value) or value.is_nested or not self._is_plain(value.layout, value.dtype):
             return self.run(module, value)
-        if coefficient == "lambd":
-            return scaled_by_formula(value, -operator.lambd)
-        return scaled_by_formula(value, operator.scale) if coefficient == "scale" else stopped_by_formula(value)
+        if coefficient:
+            carrier = value * (-operator.lambd if coefficient == "lambd" else operator.scale)
+        else:
+            carrier = value.detach().clone()
+        if carrier.stride() != value.stride():
+            return self.run(module, value)
+        cut = value.detach()
+        carrier.detach().copy_(cut)
+        return carrier
+
+    @constant_to_dynamo
+    def _coefficient(self, value: type) -> str | None:
+        return coefficient_of(type(self._operator)) if value is Tensor else None
+
+    @constant_to_dynamo
+    def _is_plain(self, layout: torch.layout, dtype: torch.dtype) -> bool:
+        return layout is torch.strided and (dtype.is_floating_point or dtype.is_complex)
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element
