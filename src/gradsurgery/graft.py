@@ -1,8 +1,8 @@
 """The graft: a module keeps its identity and its state, and gets a generated subclass of its own class.
 
 ``parametrize`` and ``fully_shard`` change classes in the same way. State, children, hooks and methods are not touched,
-and undoing is setting the class back. What lives on the instance is ``_gs_graft``, the places, and each of them once more
-under a name that the generated code reads.
+and undoing is setting the class back. What lives on the instance is ``_gs_graft``, the places, and each of them once
+more under a name that the generated code reads.
 
 The footguns, each guarded below:
 

@@ -64,7 +64,11 @@ class _Live:
 
 
 def stand_ins(graft: Graft) -> dict[str, Any]:
-    """What TorchScript has to find in a module's ``__dict__``: the names of its coefficients, and room for its taps."""
+    """What the generated methods read of a module's ``__dict__``.
+
+    Each place by a name of its own, since Dynamo guards every container on the way to it; for TorchScript, the names of
+    the coefficients and room for the taps.
+    """
     plain = {k: operator for k, place in enumerate(graft.places) if (operator := place.live()) is not None}
     names = [f"_gs_{k}_{_SCRIPTED[type(o)][0]}" for k, o in plain.items() if _SCRIPTED.get(type(o), ("",))[0]]
     taps = [place.tap.name for place in graft.places if isinstance(place, TapPlace)]
