@@ -8,17 +8,17 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .peers import LIMIT, OPERATORS, OURS, built
-from .timing import Act, Times, in_turns, memory, ratio
+from .timing import Act, in_turns, memory, ratio
 
 SIZES = {"16 elements": (16,), "64 MB": (16, 1024, 1024)}
-NEAR, SAME = 1.1, 1.01
+NEAR = 1.1
 
 
 class _Source(torch.autograd.Function):
@@ -70,8 +70,9 @@ def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 30) -> Iterat
     for size, shape in sizes.items():
         small = len(shape) == 1
         models = {name: built(name, Source(shape), Sink(shape, name == LIMIT)) for name in (LIMIT, OURS, *OPERATORS)}
-        acts = {name: _step(model, torch.ones(())) for name, model in models.items()}
-        times = _in_turns(acts, rounds, small)
+        acts = {name: step(model, torch.ones(())) for name, model in models.items()}
+        # Small ones in more rounds and shorter ones: what disturbs a machine lasts for a while.
+        times = in_turns(acts, 8 * rounds, repeats=40, warm=40) if small else in_turns(acts, rounds, warm=2)
         activation = torch.ones(shape).nbytes
         for name in (OURS, *OPERATORS):
             row = {"row": name, "size": size, "against": LIMIT, **ratio(times, name, LIMIT)}
@@ -82,12 +83,8 @@ def eager(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 30) -> Iterat
         gc.collect()
 
 
-def _in_turns(acts: dict[str, Act], rounds: int, small: bool) -> Times:
-    """Small ones in more rounds and shorter ones: what disturbs a machine lasts for a while."""
-    return in_turns(acts, 8 * rounds, repeats=40, warm=40) if small else in_turns(acts, rounds, warm=2)
-
-
-def _step(model: nn.Module, given: Tensor) -> Act:
+def step(model: Callable[[Tensor], Tensor], given: Tensor) -> Act:
+    """Forward and backward."""
     return lambda: model(given).sum().backward()
 
 
@@ -107,43 +104,6 @@ class Cosine(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cos()
-
-
-class Reversed(nn.Module):
-    """The same after a reversal that is written by hand: the value of ``x`` and the gradient of ``-x``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = -x
-        y.detach().copy_(x.detach())
-        return y.cos()
-
-
-def compiled(sizes: dict[str, tuple[int, ...]] = SIZES, rounds: int = 30) -> Iterator[dict[str, Any]]:
-    """A row for each operator and size: ``sin -> operator -> cos`` compiled, against the same without an operator."""
-    for size, shape in sizes.items():
-        small = len(shape) == 1
-        given, acts = torch.ones(shape), {}
-        plain = {LIMIT: Cosine, "no operator, another copy": Cosine, "by hand, in the source of the network": Reversed}
-        torch.compiler.reset()
-        torch.compiler.config.recompile_limit = 64  # the networks share the code that calls them, and so its cache
-        for name in (*plain, OURS, *OPERATORS):
-            network = built(LIMIT, Wave(), plain[name]()) if name in plain else built(name, Wave(), Cosine())
-            module = torch.compile(network, fullgraph=True, dynamic=False)
-            try:
-                module(given).sum().backward()
-            except Exception as error:  # what a compiler cannot take is a result
-                yield {"row": name, "size": size, "refused": type(error).__name__}
-                continue
-            acts[name] = _step(module, given)
-        times = _in_turns(acts, rounds, small)
-        for name in [name for name in acts if name != LIMIT]:
-            row = {
-                "row": name,
-                "size": size,
-                "against": "no operator",
-                **ratio(times, name, LIMIT),
-            }
-            yield row | ({"target": SAME} if name == OURS else {})
 
 
 class Rectified(nn.Module):

@@ -7,13 +7,15 @@ of the process is that of the work. The acts take turns, so that what slows the 
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Act = Callable[[], object]
 Times = dict[str, list[float]]
+T = TypeVar("T")
 
 
 def seconds(act: Act, repeats: int = 1) -> float:
@@ -38,16 +40,30 @@ def in_turns(acts: Mapping[str, Act], rounds: int, repeats: int = 1, warm: int =
     return times
 
 
-def ratio(times: Times, of: str, to: str, draws: int = 2000) -> dict[str, float]:
+def ratio(times: Times, of: str, to: str) -> dict[str, float]:
     """The ratio of two medians and its 95% interval, by bootstrap over the rounds."""
     pairs = list(zip(times[of], times[to], strict=True))
-    draw = random.Random(0)
 
-    def medians(sample: list[tuple[float, float]]) -> float:
+    def medians(sample: Sequence[tuple[float, float]]) -> float:
         return statistics.median(a for a, _ in sample) / statistics.median(b for _, b in sample)
 
-    drawn = sorted(medians(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
-    return {"ratio": medians(pairs), "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}
+    return _with_interval(medians, pairs)
+
+
+def paired(times: Times, of: str, to: str) -> list[float]:
+    """The ratio in each round: what slows the machine for a round slows both alike."""
+    return [a / b for a, b in zip(times[of], times[to], strict=True)]
+
+
+def spread(ratios: Sequence[float]) -> dict[str, float]:
+    """The mean of the ratios of several processes and its 95% interval, by bootstrap over the processes."""
+    return _with_interval(statistics.fmean, ratios)
+
+
+def _with_interval(middle: Callable[[Sequence[T]], float], sample: Sequence[T], draws: int = 2000) -> dict[str, float]:
+    draw = random.Random(0)
+    drawn = sorted(middle(draw.choices(sample, k=len(sample))) for _ in range(draws))
+    return {"ratio": middle(sample), "low": drawn[int(0.025 * draws)], "high": drawn[int(0.975 * draws)]}
 
 
 def memory(act: Act) -> tuple[int, int]:
