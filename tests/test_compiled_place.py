@@ -9,9 +9,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._pytree import tree_leaves
 
 import gradsurgery as gs
-from gradsurgery.operators.moved import coefficient_of
+from gradsurgery.operators.moved import is_unpatched
+from gradsurgery.operators.short import ShortInGraphs
 from gradsurgery.place import Place
 
 FACTORS = {
@@ -81,7 +83,7 @@ def test_an_operator_that_was_put_in_its_place_is_called(operator: nn.Module, fa
 
 def test_a_class_whose_forward_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gs.ScaleGradient, "forward", lambda self, x: x * 4)
-    assert coefficient_of(gs.ScaleGradient) is None
+    assert not is_unpatched(gs.ScaleGradient)
     net = network(gs.ScaleGradient(0.25))
     assert torch.equal(compiled(net)(torch.ones(3)), torch.tensor([8.0, 0.0, 24.0]))
 
@@ -164,6 +166,40 @@ def test_the_short_way_records_the_graph_of_the_long_one(
     assert sum(map(len, short)) > 4
 
 
+class Layered(nn.Module):
+    """A layer that its author wrote into the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.tensor([1.0, -2.0, 3.0])), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu_(self.layer(self.weight * x))
+
+
+@each_operator
+def test_the_short_way_of_a_layer_records_the_graph_of_the_long_one(
+    operator: nn.Module, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = recorded(Layered(operator))
+    with monkeypatch.context() as patch:
+        patch.setattr(ShortInGraphs, "short", lambda self, x: None)
+        assert short == recorded(Layered(operator))
+    net = Layered(operator)
+    (compiled(net)(torch.ones(3)) + net.weight * 4).sum().backward()
+    assert torch.equal(net.weight.grad, 4 + factor * torch.tensor([1.0, 0.0, 1.0]))
+
+
+@each_operator
+@pytest.mark.parametrize("value", [(torch.ones(2), torch.ones(2)), {"a": torch.ones(2)}, torch.arange(2)])
+def test_a_layer_takes_in_compiled_code_what_it_takes_in_eager(operator: nn.Module, factor: float, value: Any) -> None:
+    call = torch.compile(operator, backend="aot_eager", fullgraph=True)
+    got, wanted = call(value), operator(value)
+    assert type(got) is type(wanted)
+    for one, other in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
+        assert torch.equal(one, other)
+
+
 @each_operator
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_gradient_at_every_kind_of_place(operator: nn.Module, factor: float, place: str) -> None:
@@ -216,9 +252,15 @@ def test_strides_that_a_product_would_not_keep(shape: tuple[int, ...]) -> None:
 
 
 def test_compiled_code_asks_for_few_objects(caplog: pytest.LogCaptureFixture) -> None:
-    """The mark by which Dynamo takes the short way has a private name: if it goes, this grows from 8 to over 80."""
+    """The mark by which Dynamo takes the short way has a private name: if it goes, these grow to dozens."""
     counted = {}
-    for name, net in {"plain": Doubles(), "operated": gs.insert_grl(Doubles(), "")}.items():
+    nets = {
+        "plain": Doubles(),
+        "operated": gs.insert_grl(Doubles(), ""),
+        "no layer": Layered(nn.Identity()),
+        "layer": Layered(gs.GradientReversal()),
+    }
+    for name, net in nets.items():
         torch.compiler.reset()
         torch._logging.set_logs(guards=True)
         try:
@@ -229,3 +271,4 @@ def test_compiled_code_asks_for_few_objects(caplog: pytest.LogCaptureFixture) ->
         counted[name] = len(set(re.findall(r"GuardManager: source=(.*?), accessed_by", caplog.text)))
     assert counted["plain"] >= 5
     assert counted["operated"] - counted["plain"] < 10
+    assert counted["layer"] - counted["no layer"] < 10

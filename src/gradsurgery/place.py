@@ -5,17 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
-from torch.overrides import has_torch_function_unary
 
 from ._torch import constant_to_dynamo
 from .address import Element, Where
 from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
-from .operators.moved import coefficient_of, moved
+from .operators.moved import is_unpatched, moved
 from .operators.values import map_tensors
 from .passed_by import refuse_dropped, refuse_other_forward
 
@@ -143,35 +141,18 @@ class Place:
         return self.run(module, value)
 
     def run_recorded(self, module: Any, value: Any) -> Any:
-        """The same in a graph that Dynamo records, straight by the formula where all is plain.
-
-        Dynamo asks again at every call for each name of a module and each attribute that the code on its way reads, but
-        not for the methods of a class. The way of ``run`` reads eighty such things, ten times those of two plain ops.
-        """
+        """The same in a graph that Dynamo records, by the short way of the operator where there is one."""
         operator: Any = self._operator
-        coefficient = self._coefficient(value.__class__) if module._gs_is_as_written() else None
         # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
-        if coefficient is None or "forward" in operator.__dict__ or operator.forward is None:
-            return self.run(module, value)
-        if has_torch_function_unary(value) or value.is_nested or not self._is_plain(value.layout, value.dtype):
-            return self.run(module, value)
-        if coefficient:
-            carrier = value * (-operator.lambd if coefficient == "lambd" else operator.scale)
-        else:
-            carrier = value.detach().clone()
-        if carrier.stride() != value.stride():
-            return self.run(module, value)
-        cut = value.detach()
-        carrier.detach().copy_(cut)
-        return carrier
+        if self._is_short() and "forward" not in operator.__dict__ and operator.forward is not None:
+            result = operator.short(value) if module._gs_is_as_written() else None
+            if result is not None:
+                return result
+        return self.run(module, value)
 
     @constant_to_dynamo
-    def _coefficient(self, value: type) -> str | None:
-        return coefficient_of(type(self._operator)) if value is Tensor else None
-
-    @constant_to_dynamo
-    def _is_plain(self, layout: torch.layout, dtype: torch.dtype) -> bool:
-        return layout is torch.strided and (dtype.is_floating_point or dtype.is_complex)
+    def _is_short(self) -> bool:
+        return is_unpatched(type(self._operator))
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element

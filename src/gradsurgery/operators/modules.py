@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import shown_to_dynamo
 from .._torchscript import without_announcements
 from ..errors import OperatorError, first_line
 from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
@@ -24,6 +25,7 @@ from .functions import (
     straight_through,
 )
 from .kept import kept_name
+from .short import ShortInGraphs
 
 __all__ = [
     "DetachedTransform",
@@ -37,7 +39,7 @@ __all__ = [
 ]
 
 
-class GradientReversal(nn.Module):
+class GradientReversal(ShortInGraphs):
     """A layer that passes its input on and multiplies the gradient that comes back by ``-lambd``.
 
     See ``reverse_gradient`` for what it is for, what it accepts and where it comes from. ``lambd`` may be set at any
@@ -68,11 +70,20 @@ class GradientReversal(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return reverse_gradient(x, self.lambd)
 
+    def _recorded(self, x: Tensor) -> Tensor:
+        result = self.short(x)
+        return reverse_gradient(x, self.lambd) if result is None else result
+
+    def _carrier(self, x: Tensor) -> Tensor:
+        return x * -self.lambd
+
+    shown_to_dynamo(forward, _recorded)
+
     def extra_repr(self) -> str:
         return f"lambd={self.lambd}"
 
 
-class ScaleGradient(nn.Module):
+class ScaleGradient(ShortInGraphs):
     """A layer that passes its input on and multiplies the gradient that comes back by ``scale``.
 
     See ``scale_gradient``. ``scale`` may be set at any time, like the ``lambd`` of ``GradientReversal``.
@@ -100,11 +111,20 @@ class ScaleGradient(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return scale_gradient(x, self.scale)
 
+    def _recorded(self, x: Tensor) -> Tensor:
+        result = self.short(x)
+        return scale_gradient(x, self.scale) if result is None else result
+
+    def _carrier(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    shown_to_dynamo(forward, _recorded)
+
     def extra_repr(self) -> str:
         return f"scale={self.scale}"
 
 
-class StopGradient(nn.Module):
+class StopGradient(ShortInGraphs):
     """A layer that passes its input on without its history: upstream gets no gradient through it.
 
     See ``stop_gradient``.
@@ -114,6 +134,15 @@ class StopGradient(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return stop_gradient(x)
+
+    def _recorded(self, x: Tensor) -> Tensor:
+        result = self.short(x)
+        return stop_gradient(x) if result is None else result
+
+    def _carrier(self, x: Tensor) -> Tensor:
+        return x.detach().clone()
+
+    shown_to_dynamo(forward, _recorded)
 
 
 class _OfFunction(nn.Module):

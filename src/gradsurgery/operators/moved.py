@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 
-from .._torch import constant_to_dynamo, is_held_once, is_observed
+from .._torch import is_held_once, is_observed
 from .formula import Scaled
 from .modules import GradientReversal, ScaleGradient, StopGradient
 
-__all__ = ["COUNTS", "hands_on", "moved"]
+__all__ = ["COUNTS", "hands_on", "is_unpatched", "moved"]
 
 COUNTS = sys.implementation.name == "cpython" and sys.version_info < (3, 13)
 """Whether each variable of a running function is a reference that counts; later versions of Python may borrow."""
@@ -37,6 +37,11 @@ _FORWARDS: dict[type[nn.Module], Any] = {cls: cls.forward for cls in (GradientRe
 def hands_on(operator: type[nn.Module]) -> bool:
     """Whether operators of exactly this type can do without a copy."""
     return operator in _FORWARDS
+
+
+def is_unpatched(operator: type[Any]) -> bool:
+    """Whether this is such a type, and nobody has given it another forward."""
+    return operator in _FORWARDS and operator.forward is _FORWARDS[operator]
 
 
 def moved(operator: nn.Module, x: Any) -> Tensor | None:
@@ -55,21 +60,11 @@ def moved(operator: nn.Module, x: Any) -> Tensor | None:
     if x.layout is not torch.strided or x.is_nested or has_torch_function_unary(x) or is_observed():
         return None
     # By the very forward: an operator of another type may stand in its place for a while, and people patch a forward.
-    if "forward" in operator.__dict__ or type(operator).forward is not _FORWARDS.get(type(operator)):
+    if "forward" in operator.__dict__ or not is_unpatched(type(operator)):
         return None
     if type(operator) is GradientReversal:
         return _Moved.apply(x, -operator.lambd)
     return _Moved.apply(x, operator.scale) if type(operator) is ScaleGradient else x.detach()
-
-
-@constant_to_dynamo
-def coefficient_of(operator: type[Any]) -> str | None:
-    """The coefficient of operators of this type; None where not all that such a one does is to multiply by it.
-
-    Empty for one that lets no gradient pass.
-    """
-    coefficient = {GradientReversal: "lambd", ScaleGradient: "scale", StopGradient: ""}.get(operator)
-    return None if coefficient is None or operator.forward is not _FORWARDS[operator] else coefficient
 
 
 class _Moved(Scaled):
