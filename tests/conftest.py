@@ -36,8 +36,9 @@ def scripting() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What counts references runs first: once Dynamo evaluates frames in a process, calls may hold one reference more.
+    """What counts references runs first: after a compilation that failed, torch goes on evaluating every frame itself.
 
-    The operators then copy, which is right and only slower; that they need not is what these files test.
+    Each call then holds references more, and the operators copy, which is right and only slower; that they need not is
+    what these files test.
     """
     items.sort(key=lambda item: item.path.name not in ("test_moved.py", "test_speed.py"))

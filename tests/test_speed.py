@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.speed import insertion, operators, steps
+from benchmarks.speed import compiled, insertion, operators, steps
 from benchmarks.speed.__main__ import missed
 from benchmarks.speed.page import page, plot
-from benchmarks.speed.peers import LAYER, OPERATORS, OURS
+from benchmarks.speed.peers import LAYER, LIMIT, OPERATORS, OURS
 from benchmarks.speed.timing import in_turns, memory, ratio
 
 ROOT = Path(__file__).parents[1]
@@ -59,6 +59,15 @@ def test_operators_are_measured_and_told_right_from_wrong() -> None:
     assert safe[OURS] == safe[LAYER] == ("right", "right")
     assert safe["tensor hook"] == ("wrong", "wrong")
     assert safe["alias, as in fairseq"][0] != "right"
+
+
+def test_compiled_networks_are_measured_in_processes_of_their_own() -> None:
+    names = (LIMIT, OURS, "module full-backward hook")
+    rows = {row["row"]: row for row in compiled.compiled({"16 elements": (16,)}, processes=2, rounds=20, names=names)}
+    assert set(rows) == {OURS, "module full-backward hook"}
+    assert rows[OURS]["processes"] == 2
+    assert 0.5 < rows[OURS]["low"] <= rows[OURS]["ratio"] <= rows[OURS]["high"] < 2  # the page has the figure
+    assert "refused" in rows["module full-backward hook"]
 
 
 def test_steps_and_opened_forwards_are_measured() -> None:

@@ -15,6 +15,7 @@ def page(run: dict[str, Any]) -> str:
     rows: list[Row] = run["rows"]
     made = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     sections = dict(_sections(HOW.read_text()))
+    processes = str(next((row["processes"] for row in rows if "processes" in row), "several"))
     text = [
         "# Performance",
         "",
@@ -34,7 +35,7 @@ def page(run: dict[str, Any]) -> str:
         ("An opened forward", _opened),
         ("Why there is a copy, and where there is none", None),
     ):
-        text += ["", f"## {title}", "", sections[title]]
+        text += ["", f"## {title}", "", sections[title].replace("{processes}", processes)]
         if table is not None:
             text += ["", *(table(rows) or ["Not measured in this run."])]
     return "\n".join(text) + "\n"
