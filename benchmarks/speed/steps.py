@@ -52,7 +52,7 @@ def flops(act: Callable[[], object]) -> int:
 
 
 def training(
-    names: dict[str, str] = MIDDLE, compiled: bool = False, rounds: int = 8, batch: int = 2, size: int = 224
+    names: dict[str, str] = MIDDLE, compiled: bool = False, rounds: int = 24, batch: int = 2, size: int = 224
 ) -> Iterator[dict[str, Any]]:
     """A row for each model and operator: time and memory against the untouched step, and what arithmetic predicts."""
     for name, at in names.items():
