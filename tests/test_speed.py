@@ -38,6 +38,8 @@ def test_memory_is_what_an_act_holds() -> None:
     most, held = memory(lambda: torch.ones(1000) + torch.ones(1000))
     assert held == 4000
     assert most >= 12000
+    kept = [torch.ones(1000)]
+    assert memory(lambda: kept.__setitem__(0, kept[0].neg())) == (4000, 0)  # what it releases was there before
 
 
 def test_insertion_is_quicker_and_copies_nothing() -> None:

@@ -65,7 +65,7 @@ def _span(row: Row | None) -> str:
         return f"refused ({row['refused']})"
     if row["ratio"] >= 20:
         return f"{_round(row['ratio'])} ({_round(row['low'])} to {_round(row['high'])})"
-    digits = 1 if row["ratio"] >= 3 else 2
+    digits = 1 if row["ratio"] >= 3 else 3 if row["high"] - row["low"] < 0.02 else 2
     return f"{row['ratio']:.{digits}f} ({row['low']:.{digits}f} to {row['high']:.{digits}f})"
 
 

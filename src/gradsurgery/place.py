@@ -15,7 +15,7 @@ from .elements import replace_element
 from .errors import OperatorError
 from .operators.moved import is_unpatched, moved
 from .operators.values import map_tensors
-from .passed_by import refuse_dropped, refuse_other_forward
+from .passed_by import is_as_written, refuse_dropped, refuse_other_forward
 
 __all__ = ["Form", "Graft", "Place", "Target"]
 
@@ -140,19 +140,20 @@ class Place:
                 return result
         return self.run(module, value)
 
-    def run_recorded(self, module: Any, value: Any) -> Any:
+    def run_recorded(self, module: nn.Module, value: Any) -> Any:
         """The same in a graph that Dynamo records, by the short way of the operator where there is one."""
         operator: Any = self._operator
         # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
-        if self._is_short() and "forward" not in operator.__dict__ and operator.forward is not None:
-            result = operator.short(value) if module._gs_is_as_written() else None
+        if self._is_short(module.__class__) and "forward" not in operator.__dict__ and operator.forward is not None:
+            result = operator.short(value)
             if result is not None:
                 return result
         return self.run(module, value)
 
     @constant_to_dynamo
-    def _is_short(self) -> bool:
-        return is_unpatched(type(self._operator))
+    def _is_short(self, cls: type) -> bool:
+        """Asked once for each compilation: nor does Dynamo look again whether a method of a class was replaced."""
+        return is_unpatched(type(self._operator)) and is_as_written(cls)
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element
