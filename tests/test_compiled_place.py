@@ -270,5 +270,5 @@ def test_compiled_code_asks_for_few_objects(caplog: pytest.LogCaptureFixture) ->
             torch._logging.set_logs()
         counted[name] = len(set(re.findall(r"GuardManager: source=(.*?), accessed_by", caplog.text)))
     assert counted["plain"] >= 5
-    assert counted["operated"] - counted["plain"] < 10
-    assert counted["layer"] - counted["no layer"] < 10
+    assert counted["operated"] - counted["plain"] <= 5
+    assert counted["layer"] - counted["no layer"] <= 5

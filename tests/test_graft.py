@@ -193,6 +193,10 @@ def pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
+def pickled_as_of_old(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model, protocol=0))
+
+
 def saved(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
@@ -216,7 +220,14 @@ def by_copy(model: nn.Module) -> nn.Module:
     return again
 
 
-COPIES = {"deepcopy": copy.deepcopy, "pickle": pickled, "torch.save": saved, "replica": replica, "copy": by_copy}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickled,
+    "pickle, protocol 0": pickled_as_of_old,
+    "torch.save": saved,
+    "replica": replica,
+    "copy": by_copy,
+}
 
 
 @pytest.mark.parametrize("how", COPIES)

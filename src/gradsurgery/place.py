@@ -15,7 +15,7 @@ from .elements import replace_element
 from .errors import OperatorError
 from .operators.moved import is_unpatched, moved
 from .operators.values import map_tensors
-from .passed_by import is_as_written, refuse_dropped, refuse_other_forward
+from .passed_by import refuse_dropped, refuse_other_forward
 
 __all__ = ["Form", "Graft", "Place", "Target"]
 
@@ -74,6 +74,9 @@ class Place:
         inner: the module path inside a ``GraphModule``.
     """
 
+    # No dictionary, which Dynamo would ask at every call for what shadows a method.
+    __slots__ = ("_operator", "address", "child", "hops", "inner", "runs", "where", "withdrawn")
+
     def __init__(
         self, where: Where, operator: nn.Module | None, child: str | None = None, hops: int = 0, inner: str = ""
     ) -> None:
@@ -85,6 +88,9 @@ class Place:
         self.withdrawn = False  # taken away on purpose, not lost
         self.address: str | None = None  # where it was inserted, for a message
         self._operator = operator
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return super().__reduce_ex__(max(protocol, 2))  # the older protocols of pickle know no slots
 
     def operator(self, module: nn.Module) -> nn.Module:
         """The live operator; ``module`` is the one that is operated on."""
@@ -140,20 +146,19 @@ class Place:
                 return result
         return self.run(module, value)
 
-    def run_recorded(self, module: nn.Module, value: Any) -> Any:
+    def run_recorded(self, module: Any, value: Any) -> Any:
         """The same in a graph that Dynamo records, by the short way of the operator where there is one."""
         operator: Any = self._operator
         # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
-        if self._is_short(module.__class__) and "forward" not in operator.__dict__ and operator.forward is not None:
-            result = operator.short(value)
+        if self._is_short() and "forward" not in operator.__dict__ and operator.forward is not None:
+            result = operator.short(value) if module._gs_is_as_written() else None
             if result is not None:
                 return result
         return self.run(module, value)
 
     @constant_to_dynamo
-    def _is_short(self, cls: type) -> bool:
-        """Asked once for each compilation: nor does Dynamo look again whether a method of a class was replaced."""
-        return is_unpatched(type(self._operator)) and is_as_written(cls)
+    def _is_short(self) -> bool:
+        return is_unpatched(type(self._operator))
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element

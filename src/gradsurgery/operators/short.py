@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import has_torch_function_unary
 
 from .._torch import constant_to_dynamo
 
@@ -21,9 +20,8 @@ class ShortInGraphs(nn.Module):
 
     def short(self, x: Any) -> Tensor | None:
         """What ``forward`` gives where ``x`` is a plain tensor, for a graph that Dynamo records; otherwise None."""
-        if not self._is_tensor(x.__class__) or has_torch_function_unary(x) or x.is_nested:
-            return None
-        if not self._has_gradients(x.layout, x.dtype):
+        # No more is asked of torch functions: Dynamo finds them by the class alone, and records an active mode itself.
+        if not self._is_tensor(x.__class__) or x.is_nested or not self._has_gradients(x.layout, x.dtype):
             return None
         carrier = self._carrier(x)
         if carrier.stride() != x.stride():
