@@ -1,16 +1,14 @@
 """What the package costs, side by side with its peers, in one run.
 
-python -m benchmarks.speed benchmarks/speed.json                  # every part, about half an hour on two cores
+python -m benchmarks.speed benchmarks/speed.json                  # every part, about three quarters of an hour
 python -m benchmarks.speed benchmarks/speed.json --parts step     # measure these parts anew, keep the others
 python -m benchmarks.speed benchmarks/speed.json --page docs      # write docs/performance.md and its picture
 """
 
 import argparse
 import json
-import logging
 import platform
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,17 +16,16 @@ from typing import Any
 
 from . import compiled, insertion, operators, steps
 from .page import page, plot
-from .timing import one_thread
+from .timing import prepare_process
 
 PARTS: dict[str, list[Callable[[], Iterator[dict[str, Any]]]]] = {
     "insertion": [insertion.models],
     "growth": [insertion.growth],
     "operator": [operators.eager],
     "safety": [operators.safety],
+    "compiled": [compiled.compiled],
     "opened": [steps.opened],
     "step": [steps.training],
-    # Last: an operator that a compiler refuses leaves Dynamo in the way of every later call.
-    "compiled": [compiled.compiled],
     "compiled step": [lambda: steps.training(compiled=True)],
 }
 PACKAGES = ("torch", "torchvision", "timm", "pytorch-revgrad", "torch-gradient-reversal", "pytorch-adapt")
@@ -73,9 +70,7 @@ def main() -> int:
         (options.page / "performance.md").write_text(page(run))
         plot(run, options.page / "performance.png")
         return 0
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    one_thread()
+    prepare_process()
     for rows in measured(options.parts, run["rows"]):
         run = {"versions": versions(), "rows": rows}
         options.out.write_text(json.dumps(run, indent=1) + "\n")

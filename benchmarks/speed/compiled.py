@@ -6,12 +6,10 @@ the networks in another order, and the interval is over processes.
 """
 
 import functools
-import logging
 import multiprocessing
 import random
 import statistics
 import types
-import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from .operators import SIZES, Cosine, Wave, step
 from .peers import LIMIT, OPERATORS, OURS, built
-from .timing import in_turns, one_thread, paired, spread
+from .timing import in_turns, paired, prepare_process, spread
 
 SAME = 1.01
 
@@ -64,9 +62,7 @@ def measured(
     shape: tuple[int, ...], rounds: int, repeats: int, names: tuple[str, ...], seed: int
 ) -> dict[str, float | str]:
     """The ratio of every network to that without an operator in this process, or the error of its compiler."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    one_thread()
+    prepare_process()
     given, acts = torch.ones(shape), {}
     found: dict[str, float | str] = {}
     for name in random.Random(seed).sample(names, len(names)):

@@ -4,9 +4,11 @@ CPU time, since the machine may be shared: a process that waits for its turn doe
 of the process is that of the work. The acts take turns, so that what slows the machine for a while slows all alike.
 """
 
+import logging
 import random
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -84,6 +86,8 @@ def _allocated(act: Act) -> tuple[int, int]:
     return most, now
 
 
-def one_thread() -> None:
-    """One thread for torch and for the code that it compiles."""
+def prepare_process() -> None:
+    """One thread for torch and for the code that it compiles, and no word of the compilers: once in every process."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
