@@ -1,6 +1,7 @@
 """An operator at the output of a module in compiled code: straight by the formula, and otherwise as everywhere."""
 
 import copy
+import pickle
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._pytree import tree_leaves
 
 import gradsurgery as gs
+from gradsurgery._torch import constant_to_dynamo
 from gradsurgery.operators.moved import is_unpatched
 from gradsurgery.operators.short import ShortInGraphs
 from gradsurgery.place import Place
@@ -81,6 +83,21 @@ def test_an_operator_that_was_put_in_its_place_is_called(operator: nn.Module, fa
     assert torch.equal(call(torch.ones(3)), torch.tensor([2.0, 0.0, 5.0]))
 
 
+@each_operator
+@pytest.mark.parametrize(("other", "to"), FACTORS.values(), ids=FACTORS)
+def test_an_operator_at_two_places_is_replaced_at_one(
+    operator: nn.Module, factor: float, other: nn.Module, to: float
+) -> None:
+    shared = copy.deepcopy(operator)
+    net = gs.insert(gs.insert(Adds(), "", shared), ":relu", shared)
+    call = compiled(net)
+    for inner in (factor, to):
+        net.zero_grad()
+        (call(torch.ones(3)) + net.weight).sum().backward()
+        assert torch.equal(net.weight.grad, 1 + factor * torch.tensor([inner + 1, 1.0, inner + 1]))
+        net._gs_graft.places[1].put(net, copy.deepcopy(other))
+
+
 def test_a_class_whose_forward_was_patched_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gs.ScaleGradient, "forward", lambda self, x: x * 4)
     assert not is_unpatched(gs.ScaleGradient)
@@ -104,8 +121,18 @@ def test_a_value_without_gradients_is_refused() -> None:
         torch.compile(gs.insert_grl(Counts(), ""), backend="aot_eager")(torch.ones(3))
 
 
-def test_a_new_strength_counts() -> None:
-    net = network(gs.GradientReversal())
+COPIES = {
+    "itself": lambda net: net,
+    "copy.deepcopy": copy.deepcopy,
+    "copy.copy of the module": lambda net: nn.Sequential(copy.copy(net[0]), net[1]),
+    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
+    "moved": lambda net: gs.insert_grl(gs.remove(net, "0"), "0"),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_new_strength_counts(copied: Any) -> None:
+    net = copied(network(gs.GradientReversal()))
     call = compiled(net)
     for lambd in (1.0, 0.5, 0.25, 0.0, 2.0):
         gs.operations(net)[0].operator.lambd = lambd
@@ -151,6 +178,14 @@ def recorded(net: nn.Module) -> list[list[tuple[str, str, str]]]:
     return graphs
 
 
+@constant_to_dynamo
+def nothing_is_short(self: nn.Module, *plain: Any) -> bool:
+    return False
+
+
+nothing_is_short.__name__ = "_is_short"  # by which Dynamo looks for it
+
+
 @each_operator
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_the_short_way_records_the_graph_of_the_long_one(
@@ -161,7 +196,7 @@ def test_the_short_way_records_the_graph_of_the_long_one(
     monkeypatch.setattr(Place, "run", refuses)
     short = recorded(net)
     monkeypatch.setattr(Place, "run", long_way)
-    monkeypatch.setattr(Place, "run_recorded", lambda self, module, value: self.run(module, value))
+    monkeypatch.setattr(ShortInGraphs, "_is_short", nothing_is_short)
     assert short == recorded(net)
     assert sum(map(len, short)) > 4
 
@@ -183,7 +218,7 @@ def test_the_short_way_of_a_layer_records_the_graph_of_the_long_one(
 ) -> None:
     short = recorded(Layered(operator))
     with monkeypatch.context() as patch:
-        patch.setattr(ShortInGraphs, "short", lambda self, x: None)
+        patch.setattr(ShortInGraphs, "_is_short", nothing_is_short)
         assert short == recorded(Layered(operator))
     net = Layered(operator)
     (compiled(net)(torch.ones(3)) + net.weight * 4).sum().backward()
@@ -268,7 +303,10 @@ def test_compiled_code_asks_for_few_objects(caplog: pytest.LogCaptureFixture) ->
             torch.compile(net, backend="aot_eager", fullgraph=True)(torch.ones(3))
         finally:
             torch._logging.set_logs()
-        counted[name] = len(set(re.findall(r"GuardManager: source=(.*?), accessed_by", caplog.text)))
-    assert counted["plain"] >= 5
-    assert counted["operated"] - counted["plain"] <= 5
-    assert counted["layer"] - counted["no layer"] <= 5
+        objects = set(re.findall(r"GuardManager: source=(.*?), accessed_by", caplog.text))
+        counted[name] = (len(objects), len(set(re.findall(r"\+- [A-Z_]+: .*", caplog.text))))
+    assert counted["plain"] >= (5, 15)
+    for operated, untouched in (("operated", "plain"), ("layer", "no layer")):
+        objects, guards = (one - other for one, other in zip(counted[operated], counted[untouched], strict=True))
+        assert objects <= 4
+        assert guards <= 6

@@ -27,7 +27,6 @@ from .methods import (
     renamed,
     stand_ins,
 )
-from .passed_by import is_as_written
 from .place import Form, Graft
 
 __all__ = ["base_of", "body_of", "dressed", "layers", "stack", "veiled"]
@@ -163,7 +162,6 @@ def generated_class(base: Any, forms: tuple[Form, ...], patch: Patch, written: A
         "_gs_base": base,
     }
     body["_gs_written"] = kept
-    body["_gs_is_as_written"] = renamed(is_as_written, "_gs_is_as_written")
     try:
         cls = _extended(base, body)
     except TypeError as error:

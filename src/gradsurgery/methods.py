@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from . import operators
-from ._torch import shown_to_dynamo
 from .capture import sealed
 from .capture.code import compile_function
 from .capture.versions import note_version, refuse_other_version, version
 from .errors import OperatorError
 from .operators.moved import hands_on
 from .operators.values import tensors_in
-from .place import Form, Graft
+from .place import Form, Graft, operator_name
+from .shown import show_short_way
 from .tap import Tap, TapPlace, add_heads, arm
 
 __all__ = [
@@ -66,15 +66,16 @@ class _Live:
 def stand_ins(graft: Graft) -> dict[str, Any]:
     """What the generated methods read of a module's ``__dict__``.
 
-    Each place by a name of its own, since Dynamo guards every container on the way to it; for TorchScript, the names of
-    the coefficients and room for the taps.
+    Each place by a name of its own, and the operator that it holds by another, since Dynamo guards every object on the
+    way to what it reads; for TorchScript, the names of the coefficients and room for the taps.
     """
     plain = {k: operator for k, place in enumerate(graft.places) if (operator := place.live()) is not None}
     names = [f"_gs_{k}_{_SCRIPTED[type(o)][0]}" for k, o in plain.items() if _SCRIPTED.get(type(o), ("",))[0]]
     taps = [place.tap.name for place in graft.places if isinstance(place, TapPlace)]
     empty = torch.jit.Attribute(None, Optional[Tensor])  # noqa: UP045 - TorchScript reads this form
     places = {f"{method(k)}_place": place for k, place in enumerate(graft.places)}
-    return {**places, **dict.fromkeys(names, 0.0), **{f"_gs_tap_{name}": empty for name in taps}}
+    held = {operator_name(k): operator for k, operator in plain.items()}
+    return {**places, **held, **dict.fromkeys(names, 0.0), **{f"_gs_tap_{name}": empty for name in taps}}
 
 
 _SCRIPTED: dict[type[nn.Module], tuple[str, str]] = {
@@ -99,9 +100,10 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
     scripted, body = _scripted(k, form)
     keep = f"        self._gs_tap_{form.head} = x.clone()\n" if form.head else ""
     run = "run(self, x)"
+    is_single = not form.where.element and hands_on(form.operator)
     if form.where.kind == "input" and received is not None:
         run = f"run_received(self, x, {received!r})"
-    elif form.where.kind == "output" and not form.where.element and hands_on(form.operator):
+    elif form.where.kind == "output" and is_single:
         run = "run_last(self, x)"
     source = (
         f"def {method(k)}(self, x: Tensor) -> Tensor:\n"
@@ -112,9 +114,8 @@ def methods(k: int, form: Form, received: tuple[str, ...] | None) -> dict[str, A
         f"        return self.{method(k)}_place.{run}\n"
     )
     body[method(k)] = _compiled(source, method(k))
-    if form.where.kind in ("output", "op", "edge") and not form.where.element and hands_on(form.operator):
-        plain = f"def {method(k)}(self, x):\n    return self.{method(k)}_place.run_recorded(self, x)\n"
-        shown_to_dynamo(body[method(k)], _compiled(plain, method(k)))
+    if form.where.kind in ("output", "op", "edge") and is_single:
+        body |= show_short_way(body[method(k)], k, form.operator)
     return body | (_taking(form.head) if form.head else {})
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from ._torch import constant_to_dynamo, is_observed
+from ._torch import is_observed
 from .errors import OperatorError, SurgeryError
 
 __all__ = ["is_as_written", "refuse_dropped", "refuse_other_forward"]
@@ -28,12 +28,8 @@ def refuse_other_forward(module: nn.Module) -> None:
             )
 
 
-@constant_to_dynamo
 def is_as_written(module: nn.Module) -> bool:
-    """Whether a generated class still runs what its base class would; once for each compilation, as Dynamo itself asks.
-
-    Dynamo does not look again whether a method was replaced on a class, so neither need compiled code of ours.
-    """
+    """Whether a generated class still runs what its base class would."""
     cls: Any = type(module)
     return all(getattr(cls._gs_base, name) is written for name, written in cls._gs_written)
 

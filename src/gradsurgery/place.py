@@ -8,16 +8,20 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from ._torch import constant_to_dynamo
 from .address import Element, Where
 from .capture.runtime import holds_tensor
 from .elements import replace_element
 from .errors import OperatorError
-from .operators.moved import is_unpatched, moved
+from .operators.moved import moved
 from .operators.values import map_tensors
 from .passed_by import refuse_dropped, refuse_other_forward
 
-__all__ = ["Form", "Graft", "Place", "Target"]
+__all__ = ["Form", "Graft", "Place", "Target", "operator_name"]
+
+
+def operator_name(k: int) -> str:
+    """The name in a module's ``__dict__`` of the operator at place ``k``, where it is no child of the module."""
+    return f"_gs_{k}_operator"
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,6 @@ class Place:
         inner: the module path inside a ``GraphModule``.
     """
 
-    # No dictionary, which Dynamo would ask at every call for what shadows a method.
-    __slots__ = ("_operator", "address", "child", "hops", "inner", "runs", "where", "withdrawn")
-
     def __init__(
         self, where: Where, operator: nn.Module | None, child: str | None = None, hops: int = 0, inner: str = ""
     ) -> None:
@@ -89,9 +90,6 @@ class Place:
         self.address: str | None = None  # where it was inserted, for a message
         self._operator = operator
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return super().__reduce_ex__(max(protocol, 2))  # the older protocols of pickle know no slots
-
     def operator(self, module: nn.Module) -> nn.Module:
         """The live operator; ``module`` is the one that is operated on."""
         if self.child is None:
@@ -101,10 +99,12 @@ class Place:
 
     def put(self, module: nn.Module, operator: nn.Module) -> None:
         """Put another operator in the place of the one that is there."""
-        if self.child is None:
-            self._operator = operator
-        else:
+        if self.child is not None:
             module._modules[self.child] = operator
+            return
+        self._operator = operator
+        places = module.__dict__["_gs_graft"].places
+        module.__dict__[operator_name(places.index(self))] = operator  # what Dynamo is shown reads this one
 
     def form(self, module: nn.Module) -> Form:
         """What the code of a generated class depends on."""
@@ -145,20 +145,6 @@ class Place:
                 self.runs += 1
                 return result
         return self.run(module, value)
-
-    def run_recorded(self, module: Any, value: Any) -> Any:
-        """The same in a graph that Dynamo records, by the short way of the operator where there is one."""
-        operator: Any = self._operator
-        # A forward that was patched on the instance is to be called; Dynamo guards what is read, not what is looked up.
-        if self._is_short() and "forward" not in operator.__dict__ and operator.forward is not None:
-            result = operator.short(value) if module._gs_is_as_written() else None
-            if result is not None:
-                return result
-        return self.run(module, value)
-
-    @constant_to_dynamo
-    def _is_short(self) -> bool:
-        return is_unpatched(type(self._operator))
 
     def _operated(self, module: nn.Module, value: Any) -> Any:
         call, element = self._call(module), self.where.element

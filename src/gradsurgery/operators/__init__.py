@@ -1,5 +1,6 @@
 """The operators: functions and layers that keep or transform a value and change the gradient that comes back."""
 
+from .factors import GradientReversal, ScaleGradient, StopGradient
 from .functions import (
     detached_transform,
     frozen_transform,
@@ -9,15 +10,7 @@ from .functions import (
     stop_gradient,
     straight_through,
 )
-from .modules import (
-    DetachedTransform,
-    FrozenTransform,
-    GradientReversal,
-    MapGradient,
-    ScaleGradient,
-    StopGradient,
-    StraightThrough,
-)
+from .modules import DetachedTransform, FrozenTransform, MapGradient, StraightThrough
 
 __all__ = [
     "DetachedTransform",

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from .factors import GradientReversal, ScaleGradient
 from .kept import known
-from .modules import GradientReversal, MapGradient, ScaleGradient
+from .modules import MapGradient
 
 __all__ = ["LIVE_KINDS", "LiveMap", "LiveReversal", "LiveScale", "RecordedTransform"]
 

@@ -1,4 +1,4 @@
-"""The operators as layers: put them into a Sequential, or let the surgery put them into a model."""
+"""The operators around a function or a module, as layers."""
 
 import functools
 import types
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import shown_to_dynamo
 from .._torchscript import without_announcements
 from ..errors import OperatorError, first_line
-from .coefficient import checked_factor, checked_fn, checked_lambd, name_of
+from .coefficient import checked_fn, name_of
 from .formula import is_differentiable, replaced_by_formula, stopped_by_formula
 from .frozen import buffers_in_training, modules_of
 from .functions import (
@@ -19,130 +18,17 @@ from .functions import (
     frozen_transform,
     map_gradient,
     map_gradient_by_name,
-    reverse_gradient,
-    scale_gradient,
-    stop_gradient,
     straight_through,
 )
 from .kept import kept_name
-from .short import ShortInGraphs
 
 __all__ = [
     "DetachedTransform",
     "FrozenTransform",
-    "GradientReversal",
     "MapGradient",
-    "ScaleGradient",
-    "StopGradient",
     "StraightThrough",
     "refuse_unscriptable",
 ]
-
-
-class GradientReversal(ShortInGraphs):
-    """A layer that passes its input on and multiplies the gradient that comes back by ``-lambd``.
-
-    See ``reverse_gradient`` for what it is for, what it accepts and where it comes from. ``lambd`` may be set at any
-    time, is checked at once, and counts for the backward of the forwards that follow. It is a plain float: no
-    parameter, no buffer, nothing in ``state_dict``.
-
-    >>> critic = nn.Sequential(GradientReversal(lambd=0.5), nn.Linear(8, 2))
-    >>> critic[0].lambd = 1.0
-
-    Args:
-        lambd: the strength, a finite number >= 0.
-
-    Raises:
-        OperatorError: ``lambd`` is something else, here or when it is set.
-    """
-
-    lambd: float  # declared, and no property, so that TorchScript has it as an attribute that can be set
-
-    def __init__(self, lambd: float = 1.0) -> None:
-        super().__init__()
-        self.lambd = lambd
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "lambd":
-            value = checked_lambd(value, "GradientReversal")
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return reverse_gradient(x, self.lambd)
-
-    def _recorded(self, x: Tensor) -> Tensor:
-        result = self.short(x)
-        return reverse_gradient(x, self.lambd) if result is None else result
-
-    def _carrier(self, x: Tensor) -> Tensor:
-        return x * -self.lambd
-
-    shown_to_dynamo(forward, _recorded)
-
-    def extra_repr(self) -> str:
-        return f"lambd={self.lambd}"
-
-
-class ScaleGradient(ShortInGraphs):
-    """A layer that passes its input on and multiplies the gradient that comes back by ``scale``.
-
-    See ``scale_gradient``. ``scale`` may be set at any time, like the ``lambd`` of ``GradientReversal``.
-
-    >>> head = nn.Sequential(ScaleGradient(scale=0.1), nn.Linear(8, 2))
-
-    Args:
-        scale: the factor, any finite real number.
-
-    Raises:
-        OperatorError: ``scale`` is something else, here or when it is set.
-    """
-
-    scale: float
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self.scale = scale
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "scale":
-            value = checked_factor(value, "ScaleGradient")
-        super().__setattr__(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return scale_gradient(x, self.scale)
-
-    def _recorded(self, x: Tensor) -> Tensor:
-        result = self.short(x)
-        return scale_gradient(x, self.scale) if result is None else result
-
-    def _carrier(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-    shown_to_dynamo(forward, _recorded)
-
-    def extra_repr(self) -> str:
-        return f"scale={self.scale}"
-
-
-class StopGradient(ShortInGraphs):
-    """A layer that passes its input on without its history: upstream gets no gradient through it.
-
-    See ``stop_gradient``.
-
-    >>> probe = nn.Sequential(StopGradient(), nn.Linear(8, 2))
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return stop_gradient(x)
-
-    def _recorded(self, x: Tensor) -> Tensor:
-        result = self.short(x)
-        return stop_gradient(x) if result is None else result
-
-    def _carrier(self, x: Tensor) -> Tensor:
-        return x.detach().clone()
-
-    shown_to_dynamo(forward, _recorded)
 
 
 class _OfFunction(nn.Module):

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function_unary
 
 from .._torch import is_held_once, is_observed
+from .factors import GradientReversal, ScaleGradient, StopGradient
 from .formula import Scaled
-from .modules import GradientReversal, ScaleGradient, StopGradient
 
 __all__ = ["COUNTS", "hands_on", "is_unpatched", "moved"]
 
