@@ -103,8 +103,9 @@ class Place:
             module._modules[self.child] = operator
             return
         self._operator = operator
-        places = module.__dict__["_gs_graft"].places
-        module.__dict__[operator_name(places.index(self))] = operator  # what Dynamo is shown reads this one
+        graft = module.__dict__.get("_gs_graft")
+        if graft is not None and self in graft.places:  # and not at a node of a GraphModule
+            module.__dict__[operator_name(graft.places.index(self))] = operator  # Dynamo is shown this one
 
     def form(self, module: nn.Module) -> Form:
         """What the code of a generated class depends on."""
